@@ -1,0 +1,86 @@
+"""`Provider`: what a plugin hands over for a stage. A plain value, made while planning; it touches no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from trainforge.context import Context
+    from trainforge.stages import ModelSpec
+
+StageName = Literal["model", "data", "memory", "comm", "optimizer", "checkpoint"]
+STAGES: tuple[StageName, ...] = ("model", "data", "memory", "comm", "optimizer", "checkpoint")
+
+
+class Section(BaseModel):
+    """Base of a plugin's recipe section: frozen, and a key it does not know is an error.
+
+    A field's `description` becomes its line in docs/recipe.md.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The few facts about a provider that planning checks (`trainforge.checks` holds one rule for each).
+
+    Attributes:
+        devices: device types it runs on (`"cpu"`, `"cuda"`, ...), or None for any.
+        max_world: the largest number of ranks it supports, or None for any.
+        gradients_on: memory only: where it leaves gradients, `"device"` or `"host"`.
+        takes_gradients_on: comm and optimizer: the places from which they take gradients.
+        shards_state: comm only: `partition` gives each rank only its own extents of the optimizer state.
+        holds_shards: memory only: it can hold masters and moments for a part of the extents.
+    """
+
+    devices: frozenset[str] | None = None
+    max_world: int | None = None
+    gradients_on: Literal["device", "host"] = "device"
+    takes_gradients_on: frozenset[str] = frozenset({"device", "host"})
+    shards_state: bool = False
+    holds_shards: bool = True
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a stage expects to need. Bytes per tier, each with the name under which `forge plan` lists it.
+
+    Attributes:
+        device: bytes on each rank's device, by what they hold (`{"masters": 4_000, ...}`).
+        host: bytes of host RAM on each rank.
+        disk: bytes on disk, whole run folder or cache.
+        seconds_per_step: the predicted time this stage adds to one step, or None when it cannot tell.
+    """
+
+    device: Mapping[str, int] = field(default_factory=dict)
+    host: Mapping[str, int] = field(default_factory=dict)
+    disk: Mapping[str, int] = field(default_factory=dict)
+    seconds_per_step: float | None = None
+
+
+@dataclass(frozen=True)
+class Provider:
+    """What a plugin gives for one stage (or for an observer).
+
+    Attributes:
+        build: `build(ctx, config)` makes the stage object; called once per rank, after planning.
+        config: the pydantic model of the plugin's recipe section (a `Section`).
+        traits: the facts that planning checks.
+        default: this provider serves its stage when nobody else is asked for. Its distribution also names
+            the plugin in the entry point group `trainforge.defaults`, so that it is found without importing
+            every installed plugin.
+        quickstart: `"package:path"` of a recipe in package data, used when there is no other recipe.
+        estimate: `estimate(ctx, model, config)` for `forge plan`; None when the stage needs next to nothing.
+    """
+
+    build: Callable[[Context, Any], Any]
+    config: type[Section] = Section
+    traits: Traits = field(default_factory=Traits)
+    default: bool = False
+    quickstart: str | None = None
+    estimate: Callable[[Context, ModelSpec, Any], Estimate] | None = None

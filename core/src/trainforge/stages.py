@@ -1,0 +1,597 @@
+"""The stage contracts: what core asks of each stage, and what each stage may ask of the others.
+
+Build order: comm, model (on meta), data, optimizer, memory, checkpoint; closed in reverse. The optimizer comes
+before memory because it is pure math and memory allocates the state that it asks for.
+
+Words used throughout: a *step* is one optimizer step; it takes `accumulate` *micro-batches* on every rank. An
+*extent* is a contiguous span of a parameter. The *working copy* is the tensor the model computes with (`dtype`);
+the *master* is the fp32 truth behind it.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor, nn
+
+IGNORED = -100
+"""The label of a token that is not supervised (PyTorch's `cross_entropy` default)."""
+
+
+# --------------------------------------------------------------------------- values that travel between stages
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A contiguous span of a parameter, in elements of its row-major flattening.
+
+    A whole parameter is one extent; so is one expert of a stacked expert tensor, or a shard. Norms, updates,
+    checkpoints and the digest all speak of extents, so any layout can be read by any other.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    offset: int
+    length: int
+    group: str = "dense"
+
+    @property
+    def whole(self) -> bool:
+        """Whether this span is the whole parameter."""
+        return self.offset == 0 and self.length == _elements(self.global_shape)
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter as planning sees it: no storage, only facts.
+
+    Attributes:
+        name: its global name, without wrapper prefixes. Tied parameters appear once, under their first name.
+        shape: its global shape.
+        kind: what it is, for decay groups: `"matrix"`, `"embedding"`, `"norm"`, `"bias"`.
+        trainable: False for frozen parameters: no gradient, no moments, no decay, not in the norm.
+        block: index of the repeated block that owns it; None for the stem and the head.
+        experts: number of experts stacked along dimension 0; 0 when it is not an expert tensor.
+        aliases: the other names of the same storage (tied weights).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Literal["matrix", "embedding", "norm", "bias"] = "matrix"
+    trainable: bool = True
+    block: int | None = None
+    experts: int = 0
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return _elements(self.shape)
+
+    @property
+    def extent(self) -> Extent:
+        """The extent that covers the whole parameter."""
+        return Extent(self.name, self.shape, 0, self.elements, "experts" if self.experts else "dense")
+
+
+@dataclass
+class Batch:
+    """One micro-batch, collated and padded. Valid until the next `Data.take`.
+
+    Attributes:
+        input_ids: int64 `[rows, tokens]`.
+        labels: int64 `[rows, tokens]`, already shifted: `labels[r, t]` is the token that should follow
+            `input_ids[r, t]`, or `IGNORED`.
+        position_ids: int64 `[rows, tokens]`; restarts at 0 with every document of a packed row.
+        document_ids: int64 `[rows, tokens]` when rows hold several documents (packing) or padding: tokens
+            attend only within their own document; None when every row is one document without padding, so that
+            attention may take its plain causal path.
+        supervised: number of labels that are not `IGNORED` (a host number, so nobody has to ask a device).
+        real: number of tokens that are not padding.
+        index: this micro-batch's place in the step over all ranks: `i * world + rank` for the i-th of a rank.
+        sample_ids: ids of the samples it holds (for logs and for tests of resume).
+        seed: what random generators are seeded from before this micro-batch; filled by the loop from
+            (run seed, step, index), so dropout does not depend on walking order, ranks or resume.
+        inputs: further model inputs by name (pixel values, ...).
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    document_ids: Tensor | None
+    supervised: int
+    real: int
+    index: int = 0
+    sample_ids: tuple[int, ...] = ()
+    seed: int = 0
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device, *, non_blocking: bool = True) -> Batch:
+        """This batch on `device`; tensors that already lie there are not copied."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=non_blocking)
+
+        return Batch(
+            move(self.input_ids),
+            move(self.labels),
+            move(self.position_ids),
+            None if self.document_ids is None else move(self.document_ids),
+            self.supervised,
+            self.real,
+            self.index,
+            self.sample_ids,
+            self.seed,
+            {name: move(value) for name, value in self.inputs.items()},
+        )
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """Gradients of one dtype in one contiguous 1-D tensor, in reverse execution order (last block first).
+
+    Memory allocates it; comm reduces spans of it in place and never moves them.
+
+    Attributes:
+        tensor: 1-D, on the device or in host RAM (trait `gradients_on`).
+        extents: whole parameters in the order in which backward finishes them.
+        starts: where each extent begins in `tensor`, in elements.
+    """
+
+    tensor: Tensor
+    extents: tuple[Extent, ...]
+    starts: tuple[int, ...]
+
+    def span(self, index: int) -> Tensor:
+        """The gradient of the extent at `index`, as a 1-D view."""
+        start = self.starts[index]
+        return self.tensor[start : start + self.extents[index].length]
+
+
+class Ready(Protocol):
+    """An event: `wait()` makes the current stream (or the host, for host work) wait until the work is done."""
+
+    def wait(self) -> None:
+        """Wait for it."""
+
+
+Sink = Callable[[Extent, "Ready | None"], None]
+"""`sink(extent, ready)`: that extent's gradient is final on this rank. `ready` tells when its bytes have landed; None
+means that they are ordered on the stream that is current at the call."""
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One tensor of optimizer state for a parameter. `per_element` False means a single number per extent."""
+
+    per_element: bool = True
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An extent together with everything the optimizer needs to update it. All tensors lie on one device.
+
+    Attributes:
+        spec: the parameter it belongs to.
+        extent: which part of it.
+        master: fp32 `[extent.length]`, updated in place.
+        grad: fp32 `[extent.length]`; may be overwritten.
+        state: tensors by the names that `Optimizer.state` gave: `[extent.length]`, or 0-dim for single numbers.
+    """
+
+    spec: ParameterSpec
+    extent: Extent
+    master: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step is to do.
+
+    Attributes:
+        step: 1-based step of the loop.
+        lr: learning rate of this step.
+        scale: 0-dim fp32, what gradients are multiplied with (clipping); on the device of the norm.
+        found_inf: 0-dim fp32, 1.0 when a gradient somewhere is not finite: then nothing may change.
+    """
+
+    step: int
+    lr: float
+    scale: Tensor
+    found_inf: Tensor
+
+
+UpdateFunction = Callable[[Sequence[Slot]], None]
+"""What core hands to `Memory.apply`: updates the slots that it is given. Memory owns the schedule."""
+
+
+# ------------------------------------------------------------------------------------------- state that survives
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of a part's state. `key` says what it is (`"master"`, `"exp_avg"`); (key, extent.name) is global."""
+
+    key: str
+    extent: Extent
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class PartState:
+    """The state of one part of a run: plain data (JSON types only) and tensors.
+
+    Attributes:
+        version: of the layout of `data`; a part refuses versions it does not know.
+        data: JSON-able; the same on every rank.
+        tensors: the live tensors, not copies. Restoring fills them in place.
+    """
+
+    version: int = 1
+    data: dict[str, Any] = field(default_factory=dict)
+    tensors: tuple[NamedTensor, ...] = ()
+
+
+class Part(Protocol):
+    """Anything whose state belongs in a checkpoint."""
+
+    def state(self) -> PartState:
+        """Give the state as it is now. Tensors are live: a saver copies what it needs before it returns."""
+
+    def load(self, version: int, data: dict[str, Any]) -> None:
+        """Take plain data back, after the tensors that `state()` gave were filled in place."""
+
+
+class Stage:
+    """What every stage object has. All of it is optional."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the log, read every `log_every` steps; core prefixes them with the stage's name."""
+        return {}
+
+    def close(self) -> None:
+        """Give back files, threads and memory. Called once, in reverse build order, also after an error."""
+
+
+# ----------------------------------------------------------------------------------------------------- the stages
+
+
+class ModelSpec(Stage, ABC):
+    """The model, described before it has any storage. `module` lies on the meta device until memory fills it.
+
+    Attributes:
+        module: the whole model; its parameters are on meta, its non-persistent buffers are real and on the CPU.
+        parameters: every distinct parameter in execution order (stem, blocks, head). Tied ones appear once.
+        blocks: dotted names of the repeated blocks in forward order.
+        head: names of the parameters that `head` uses.
+        vocab_size: rows of the embedding: token ids must be below it.
+        max_positions: the longest sequence it was built for, or None when it has no limit.
+        dtype_note: a line for the start report about how attention is computed, and why.
+    """
+
+    module: nn.Module
+    parameters: tuple[ParameterSpec, ...]
+    blocks: tuple[str, ...]
+    head_parameters: tuple[str, ...]
+    vocab_size: int
+    max_positions: int | None
+
+    @abstractmethod
+    def flops_per_token(self, tokens: int) -> float:
+        """Model FLOPs of forward and backward per token at sequence length `tokens`: 6·N plus causal attention.
+
+        N counts the parameters that a token really uses (active experts; no embedding look-up).
+        """
+
+    @abstractmethod
+    def load(self, name: str, out: Tensor, extent: Extent) -> None:
+        """Fill `out` (1-D fp32 on the CPU, `extent.length` long) with that span of the initial weights.
+
+        From a file, or from a generator seeded by (seed, name): the same bits for every memory, rank and world.
+        """
+
+    def load_buffers(self) -> None:
+        """Fill persistent buffers of `module` that are not parameters, if it has any."""
+
+    @abstractmethod
+    def hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Run the model up to, not including, its output head.
+
+        Returns:
+            The final hidden states `[rows, tokens, width]`, and an auxiliary loss (a mean over this micro-batch's
+            tokens, already weighted by its coefficient) or None.
+        """
+
+    @abstractmethod
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits `[n, vocab]` of hidden states `[n, width]`, with the model's scale, bias and soft cap."""
+
+    def start_report(self) -> list[str]:
+        """Lines for the start report, such as which attention kernel was taken and why."""
+        return []
+
+
+class Data(Stage, ABC):
+    """Where batches come from.
+
+    The global order is a permutation keyed by (seed, epoch); the position is the number of *consumed* global
+    samples, so a run resumes exactly, at any number of ranks.
+
+    Attributes:
+        samples: training samples per epoch, over all ranks.
+        steps_per_epoch: optimizer steps in one epoch at this run's global batch; the same in every epoch.
+    """
+
+    samples: int
+    steps_per_epoch: int
+
+    @abstractmethod
+    def take(self, count: int) -> list[Batch]:
+        """The next `count` micro-batches of this rank: all of one step. Their tensors live until the next call.
+
+        The last step of an epoch may be short: then some batches hold fewer rows or none (0 supervised tokens),
+        but every rank gets `count` of them.
+
+        Raises:
+            DataExhausted: no sample is left (only providers that do not repeat).
+        """
+
+    def validation(self) -> Iterable[Batch]:
+        """The validation micro-batches of this rank: the same count on every rank, padded with empty batches."""
+        return ()
+
+    def ledger(self) -> dict[str, Any]:
+        """The row ledger (rows.json): rows seen, used, skipped by reason with row numbers, truncated."""
+        return {}
+
+    def start_report(self) -> list[str]:
+        """Lines for the start report: sizes, skipped rows."""
+        return []
+
+    def decode(self, ids: Sequence[int]) -> str | None:
+        """Text of token ids, for the sample at the end of a run; None when there is no tokenizer."""
+        return None
+
+    def encode(self, text: str) -> list[int] | None:
+        """Token ids of a text (no special tokens added), or None when there is no tokenizer."""
+        return None
+
+    @abstractmethod
+    def state(self) -> PartState:
+        """Position (consumed samples) and a fingerprint of data set, sampler and tokenizer."""
+
+    @abstractmethod
+    def load(self, version: int, data: dict[str, Any]) -> None:
+        """Go to a saved position.
+
+        Raises:
+            IncompatibleError: the fingerprint differs; both values are in the message.
+        """
+
+
+class Comm(Stage):
+    """How gradients and weights travel between ranks. This base class is the comm of a single rank.
+
+    Order within a step: `watch`ed sinks fire during backward, `finish`, (norm), `publish` from inside memory's
+    apply. Every rank makes the same calls in the same order.
+    """
+
+    rank: int = 0
+    world: int = 1
+
+    def partition(self, parameters: Sequence[ParameterSpec]) -> list[Extent]:
+        """The extents whose masters and moments this rank holds: all of them, whole, unless state is sharded."""
+        return [spec.extent for spec in parameters if spec.trainable]
+
+    def watch(self, buffers: Sequence[FlatBuffer]) -> Sink:
+        """Take note of where gradients lie (once, before the first step); gives the sink that memory calls.
+
+        The sink is called once per parameter and step, when its gradient is final on this rank.
+        """
+        self._used: set[str] = set()
+
+        def sink(extent: Extent, ready: Ready | None) -> None:
+            if ready is not None:
+                ready.wait()
+            self._used.add(extent.name)
+
+        return sink
+
+    def finish(self) -> frozenset[str]:
+        """Wait until this step's gradients are summed over ranks, in stream order on a device.
+
+        Returns:
+            The names of the parameters that had a gradient on any rank. The others must stay untouched: no
+            decay, no moments.
+        """
+        used, self._used = frozenset(self._used), set()
+        return used
+
+    def publish(self, weights: Mapping[str, Tensor]) -> Ready | None:
+        """Send updated weights to the ranks that do not own them.
+
+        Args:
+            weights: the working copy of each parameter, whole and 1-D, by name. The spans this rank owns are up
+                to date; afterwards (once `Ready` has been waited for) all are.
+        """
+        return None
+
+    def sum_shards(self, tensor: Tensor) -> Tensor:
+        """Add up what ranks hold of one replica, in place, each replica once. Whole replicas: unchanged."""
+        return tensor
+
+    def sum_ranks(self, tensor: Tensor) -> Tensor:
+        """Add a tensor over all data-parallel ranks, in place, on the current stream (losses, for the log)."""
+        return tensor
+
+    def control(self, values: Sequence[float]) -> list[float]:
+        """Sums of a few host numbers over all ranks: token counts, signals. Host only; never touches a device."""
+        return list(values)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON-able value, by rank. Host only, slow, for start and end of a run."""
+        return [value]
+
+    def state(self) -> PartState:
+        """What must survive (compression residuals, ...); nothing here."""
+        return PartState()
+
+    def load(self, version: int, data: dict[str, Any]) -> None:
+        """Take the state back."""
+
+
+class Memory(Stage, ABC):
+    """Where weights, activations and gradients live, and therefore how a step walks through the model.
+
+    Core never calls a module. `build` allocates and fills masters, state and gradients.
+
+    Attributes:
+        gradients: the flat gradient buffers, whole parameters in reverse execution order.
+    """
+
+    gradients: Sequence[FlatBuffer]
+
+    @abstractmethod
+    def forward_backward(self, batches: Sequence[Batch], scale: float, sink: Sink) -> Tensor:
+        """Forward and backward of all micro-batches of the step, in whatever order pays.
+
+        Args:
+            batches: this rank's micro-batches. One with no supervised token contributes nothing.
+            scale: what the summed loss is multiplied with: 1 / supervised tokens of the step over all ranks.
+            sink: called once per parameter that got a gradient, after its last use in the last micro-batch.
+
+        Returns:
+            0-dim fp32 on the device: this rank's share of the step's mean loss (sum over ranks = the loss).
+            Auxiliary losses steer the gradient and are not in it.
+        """
+
+    @abstractmethod
+    def grad_norm(self) -> Tensor:
+        """Global L2 norm of the gradients after `Comm.finish`, 0-dim, without a host sync.
+
+        One sum of squares per extent where the gradient lies, accumulated in float64, added in name order.
+        """
+
+    @abstractmethod
+    def apply(self, update: UpdateFunction, used: frozenset[str]) -> None:
+        """Bring `update` to every slot whose parameter is in `used`, now or just before its next use.
+
+        The gradients stay untouched until then. Afterwards working copies are rounded from the masters and
+        published (`Comm.publish`).
+        """
+
+    def drain(self) -> None:
+        """Leave no update pending: before save, evaluation, export and exit."""
+
+    @abstractmethod
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        """Summed cross-entropy of each batch under the current weights, fp32 `[number of batches]`, no gradient."""
+
+    @abstractmethod
+    def weights(self, name: str) -> Tensor:
+        """The whole fp32 master of a parameter on the CPU, row-major, its global shape. Every rank must call it."""
+
+    def generate(self, prompt: Sequence[int], count: int, *, temperature: float = 0.8, seed: int = 0) -> list[int]:
+        """Sample `count` tokens after `prompt`; an empty list when this memory cannot."""
+        return []
+
+    @abstractmethod
+    def state(self) -> PartState:
+        """Masters and optimizer state of the extents this rank holds. Working copies are never saved."""
+
+    @abstractmethod
+    def load(self, version: int, data: dict[str, Any]) -> None:
+        """Called after the tensors were filled: round the working copies again."""
+
+
+class Optimizer(Stage, ABC):
+    """The math of an update, on slots of extents. It holds no tensor: memory does."""
+
+    @abstractmethod
+    def state(self, spec: ParameterSpec) -> dict[str, StateSpec]:
+        """Which state a parameter needs: a pure function of the configuration. All of it starts as zeros."""
+
+    @abstractmethod
+    def update(self, slots: Sequence[Slot], update: Update) -> None:
+        """Update masters and state in place. No host sync: `scale` and `found_inf` are device tensors.
+
+        With `found_inf` set, every master and all state (also the count of steps) stay as they are.
+        """
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A committed checkpoint. `writer` is the plugin that wrote it; `bytes` its size on disk."""
+
+    step: int
+    path: Path
+    writer: str
+    bytes: int
+    saved_at: float
+
+
+class Checkpoint(Stage, ABC):
+    """How a run survives. A committed checkpoint is a folder `step-00000012` with a `checkpoint.json`.
+
+    `checkpoint.json` is JSON with at least `step`, `writer` (plugin name), `format` (int) and `saved_at` (Unix
+    seconds); the folder gets its final name by rename, after everything in it is on disk, so a folder of that name
+    is complete. A save that was cut short leaves only names that `is_checkpoint_name` refuses.
+    """
+
+    @abstractmethod
+    def save(self, step: int, parts: Mapping[str, Part]) -> None:
+        """Snapshot the parts (before it returns) and write them; the writing may go on in the background.
+
+        A failure in the background is raised by the next `save`, `wait` or `committed`. One save in flight.
+        """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until the save in flight is committed; raises what went wrong."""
+
+    def committed(self) -> list[CheckpointInfo]:
+        """The checkpoints committed since the last call (for the event); does not wait."""
+        return []
+
+    @abstractmethod
+    def restore(self, parts: Mapping[str, Part], path: Path) -> None:
+        """Fill the parts from the checkpoint at `path`, verifying checksums.
+
+        A part that the checkpoint lacks, or a tensor of another shape, is a `CheckpointError` that names it.
+        """
+
+    @abstractmethod
+    def verify(self, path: Path) -> list[str]:
+        """Problems of the checkpoint at `path`, each a sentence naming the file; an empty list when it is sound."""
+
+
+_CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder name of a committed checkpoint."""
+    return f"step-{step:08d}"
+
+
+def is_checkpoint_name(name: str) -> int | None:
+    """The step of a committed checkpoint's folder name, or None."""
+    match = _CHECKPOINT_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _elements(shape: Iterable[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
