@@ -1,7 +1,8 @@
 """The hooks a plugin may implement. pluggy decides *who* serves a stage, once; the hot path calls plain objects.
 
 The first seven hand over a provider while the run is planned: they must be cheap, touch no device and import
-nothing heavy. The last five are events: something has happened. They observe and do not steer; one that fails
+nothing heavy. `firstresult` hides nobody here: planning counts the owners of a stage first and refuses two; it is set
+so that a wrapper receives and returns one provider. The last five are events: something has happened. They observe and do not steer; one that fails
 is named and muted, and the run goes on.
 """
 
@@ -14,26 +15,26 @@ import pluggy
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainforge.plan import Plan
+    from trainforge.planning import Plan
     from trainforge.provider import Provider
-    from trainforge.run import Run
+    from trainforge.runner import Run
 
 PROJECT = "trainforge"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
-@hookspec
+@hookspec(firstresult=True)
 def forge_model() -> Provider:  # type: ignore[empty-body]
     """Give the provider of the model stage: the thing trained. `build` returns a `ModelSpec`."""
 
 
-@hookspec
+@hookspec(firstresult=True)
 def forge_data() -> Provider:  # type: ignore[empty-body]
     """Give the provider of the data stage: where batches come from. `build` returns a `Data`."""
 
 
-@hookspec
+@hookspec(firstresult=True)
 def forge_memory() -> Provider:  # type: ignore[empty-body]
     """Give the provider of the memory stage: where weights live and how a step walks through them.
 
@@ -41,17 +42,17 @@ def forge_memory() -> Provider:  # type: ignore[empty-body]
     """
 
 
-@hookspec
+@hookspec(firstresult=True)
 def forge_comm() -> Provider:  # type: ignore[empty-body]
     """Give the provider of the comm stage: how gradients and weights travel between ranks. `build` returns a `Comm`."""
 
 
-@hookspec
+@hookspec(firstresult=True)
 def forge_optimizer() -> Provider:  # type: ignore[empty-body]
     """Give the provider of the optimizer stage: the update's math. `build` returns an `Optimizer`."""
 
 
-@hookspec
+@hookspec(firstresult=True)
 def forge_checkpoint() -> Provider:  # type: ignore[empty-body]
     """Give the provider of the checkpoint stage: how a run survives. `build` returns a `Checkpoint`."""
 
