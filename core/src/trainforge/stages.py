@@ -92,8 +92,8 @@ class Batch:
             `input_ids[r, t]`, or `IGNORED`.
         position_ids: int64 `[rows, tokens]`; restarts at 0 with every document of a packed row.
         document_ids: int64 `[rows, tokens]` when rows hold several documents (packing) or padding: tokens
-            attend only within their own document; None when every row is one document without padding, so that
-            attention may take its plain causal path.
+            attend only within their own document, and padding (at the end of a row) has -1; None when every row
+            is one document without padding, so that attention may take its plain causal path.
         supervised: number of labels that are not `IGNORED` (a host number, so nobody has to ask a device).
         real: number of tokens that are not padding.
         index: this micro-batch's place in the step over all ranks: `i * world + rank` for the i-th of a rank.
@@ -101,6 +101,8 @@ class Batch:
         seed: what random generators are seeded from before this micro-batch; filled by the loop from
             (run seed, step, index), so dropout does not depend on walking order, ranks or resume.
         inputs: further model inputs by name (pixel values, ...).
+        documents: number of runs of equal `document_ids` over all rows (a host number: kernels for packed rows
+            need it, and asking the device would stop it); None when nobody counted.
     """
 
     input_ids: Tensor
@@ -113,6 +115,7 @@ class Batch:
     sample_ids: tuple[int, ...] = ()
     seed: int = 0
     inputs: dict[str, Tensor] = field(default_factory=dict)
+    documents: int | None = None
 
     def to(self, device: torch.device, *, non_blocking: bool = True) -> Batch:
         """This batch on `device`; tensors that already lie there are not copied."""
@@ -131,6 +134,7 @@ class Batch:
             self.sample_ids,
             self.seed,
             {name: move(value) for name, value in self.inputs.items()},
+            self.documents,
         )
 
 
