@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console as RichConsole
 
     from trainforge.sections import RunSection, TrainSection
     from trainforge.stages import Comm, Data, Memory, ModelSpec, Optimizer
@@ -23,7 +24,11 @@ class Task(Protocol):
 
 
 class Console(Protocol):
-    """How stages speak to the person at the terminal. Ranks other than 0 are silent, except for warnings' log."""
+    """How stages speak to the person at the terminal. Ranks other than 0 are silent."""
+
+    @property
+    def terminal(self) -> RichConsole | None:
+        """The rich console behind it, for live displays; None where there is none."""
 
     def note(self, text: str) -> None:
         """Show a line that a person wants to see (and keep it in the run's log)."""
@@ -108,6 +113,8 @@ class Context:
 
 class SilentConsole:
     """A console that shows nothing; keeps what it was told, for tests."""
+
+    terminal: RichConsole | None = None
 
     def __init__(self) -> None:
         self.lines: list[str] = []

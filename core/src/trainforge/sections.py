@@ -24,11 +24,20 @@ Cadence = Annotated[int | str, BeforeValidator(_cadence)]
 class RunSection(Section):
     """What the run is called and what it runs on."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="name of the run; its folder is runs/NAME")
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9._-]+$", description="name of the run; its folder is runs/NAME"
+    )
     seed: int = Field(0, ge=0, description="seeds weights, data order and dropout")
-    device: str = Field("auto", description="`auto` (an accelerator when there is one), `cpu`, `cuda`, `cuda:1`, ...")
+    device: str = Field(
+        "auto", description="`auto` (an accelerator when there is one), `cpu`, `cuda`, `cuda:1`, ..."
+    )
     devices: tuple[int, ...] | None = Field(None, description="cards to use, one rank each: `[0, 1]`")
-    threads: int | None = Field(None, ge=1, description="CPU threads per rank; by default the cores are shared out")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads per rank; by default the cores are shared out"
+    )
+    sample: str | None = Field(
+        None, description="text that the trained model continues at the end of the run"
+    )
 
 
 class TrainSection(Section):
@@ -36,33 +45,50 @@ class TrainSection(Section):
 
     steps: int | None = Field(None, ge=1, description="optimizer steps of the whole run")
     epochs: float | None = Field(None, gt=0, description="passes over the data, instead of `steps`")
-    global_batch: int | None = Field(None, ge=1, description="samples per step over all ranks; kept when ranks change")
+    global_batch: int | None = Field(
+        None, ge=1, description="samples per step over all ranks; kept when ranks change"
+    )
     micro_batch: int | Literal["auto"] = Field("auto", description="samples per forward on one rank")
-    accumulate: int | None = Field(None, ge=1, description="micro-batches per step and rank; follows from the others")
+    accumulate: int | None = Field(
+        None, ge=1, description="micro-batches per step and rank; follows from the others"
+    )
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "cosine", description="after the warm-up: constant, linear or cosine to `lr_end`, or warmup-stable-decay"
+        "cosine",
+        description="after the warm-up: constant, linear or cosine to `lr_end`, or warmup-stable-decay",
     )
     warmup: float = Field(0.0, ge=0, description="steps of warm-up, or a share of the run when below 1")
-    decay: float = Field(0.2, gt=0, description="wsd: steps of the final decay, or a share of the run when at most 1")
+    decay: float = Field(
+        0.2, gt=0, description="wsd: steps of the final decay, or a share of the run when at most 1"
+    )
     lr_end: float = Field(0.0, ge=0, description="learning rate at the end of the schedule")
     betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's averaging factors")
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon")
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay")
     decay_exclude: tuple[str, ...] = Field(
-        ("norm", "bias", "embedding"), description="kinds of parameters, or name patterns, without weight decay"
+        ("norm", "bias", "embedding"),
+        description="kinds of parameters, or name patterns, without weight decay",
     )
     clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null switches clipping off")
     dtype: Literal["auto", "bf16", "fp32"] = Field(
-        "auto", description="of the working copies; masters are fp32. `auto`: bf16 on an accelerator, fp32 on a CPU"
+        "auto",
+        description="of the working copies; masters are fp32. `auto`: bf16 on an accelerator, fp32 on a CPU",
     )
-    recompute: bool = Field(False, description="recompute each block in backward instead of keeping its activations")
+    recompute: bool = Field(
+        False, description="recompute each block in backward instead of keeping its activations"
+    )
     compile: bool = Field(False, description="compile each block with torch.compile")
-    loss_chunk: int = Field(2048, ge=1, description="tokens per chunk of output head and loss, so logits stay small")
-    save_every: Cadence | None = Field(None, description="steps, or a duration such as 10min; null: only at the end")
+    loss_chunk: int = Field(
+        2048, ge=1, description="tokens per chunk of output head and loss, so logits stay small"
+    )
+    save_every: Cadence | None = Field(
+        None, description="steps, or a duration such as 10min; null: only at the end"
+    )
     keep: int = Field(2, ge=1, description="checkpoints to keep; older ones go once a newer one is verified")
     eval_every: int | None = Field(None, ge=1, description="steps between evaluations; null: only at the end")
-    log_every: int = Field(10, ge=1, description="steps between log lines; losses are read from the device only then")
+    log_every: int = Field(
+        10, ge=1, description="steps between log lines; losses are read from the device only then"
+    )
     max_skipped: int = Field(10, ge=1, description="non-finite steps in a row after which the run stops")
 
     @model_validator(mode="after")

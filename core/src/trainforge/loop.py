@@ -1,0 +1,169 @@
+"""The training loop. It knows no strategy: it asks each stage for its part of the step, in this order."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainforge.cadence import CadenceClock
+from trainforge.measure import StepFigures
+from trainforge.schedule import learning_rate
+from trainforge.seeding import micro_batch_seed, preserved
+from trainforge.stages import Update
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from trainforge.runner import Run
+    from trainforge.stages import Batch, Slot
+
+
+@dataclass(frozen=True)
+class Totals:
+    """One step's numbers over all ranks, agreed on by one host-side reduction."""
+
+    supervised: int
+    real: int
+    stop: bool
+    save: bool
+
+
+def train(run: Run, stop_requested: Callable[[], bool]) -> str:
+    """Take steps until `run.last_step`, or until a rank is asked to stop; saves at the end either way.
+
+    Returns:
+        `"finished"`, `"max_steps"` or `"stopped"`.
+    """
+    state, save_clock = run.state, CadenceClock(run.train.save_every)
+    figures = StepFigures(run)
+    saved_step = state.step
+    stopped = False
+    run.ledger.restart()
+    while state.step < run.last_step and not stopped:
+        step = state.step + 1
+        run.doing = ("data", f"taking the batches of step {step}")
+        batches = run.stages.data.take(run.ctx.batching.accumulate)
+        run.doing = ("comm", f"agreeing on the token counts of step {step}")
+        totals = _agree(run, batches, stop=stop_requested(), save=save_clock.due(step))
+        stopped = totals.stop
+        run.ledger.lap("data")
+
+        if totals.supervised > 0:
+            figures.record(*_step(run, step, batches, totals), supervised=totals.supervised)
+        else:
+            state.empty_steps += 1  # no token is supervised anywhere: every weight and moment stays as it is
+        state.step = step
+        state.tokens += totals.real
+        state.supervised += totals.supervised
+        last = stopped or step == run.last_step
+
+        if (run.train.eval_every and step % run.train.eval_every == 0) or step == run.steps:
+            state.eval_loss = evaluate(run)
+            run.ledger.lap("evaluate")
+        if step % run.train.log_every == 0 or last:
+            figures.log(step)  # before saving, so that what is saved has the numbers of this step
+        if totals.save or last:
+            save(run)
+            save_clock.done()
+            saved_step = step
+            run.ledger.lap("checkpoint")
+        _tell_committed(run)
+        run.events.step_ended(run, step)
+        run.ledger.lap("other")
+        run.ledger.end_step()
+    assert saved_step == state.step, "the last step is always saved"
+    run.doing = ("checkpoint", "committing the last checkpoint")
+    run.stages.checkpoint.wait()
+    _tell_committed(run)
+    run.ledger.read()
+    if state.step >= run.steps:
+        return "finished"
+    return "stopped" if stopped else "max_steps"
+
+
+def _agree(run: Run, batches: Sequence[Batch], *, stop: bool, save: bool) -> Totals:
+    """Sum this step's token counts and wishes over ranks. Only rank 0's clock says when to save."""
+    supervised, real, stops, saves = run.stages.comm.control(
+        [
+            sum(batch.supervised for batch in batches),
+            sum(batch.real for batch in batches),
+            float(stop),
+            float(save and run.ctx.rank == 0),
+        ]
+    )
+    return Totals(int(supervised), int(real), stops > 0, saves > 0)
+
+
+def _step(
+    run: Run, step: int, batches: Sequence[Batch], totals: Totals
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """One optimizer step; nothing in it waits for the device.
+
+    Returns:
+        This rank's share of the loss, the gradient norm and found_inf (0-dim, on the device), and the learning rate.
+    """
+    stages = run.stages
+    for batch in batches:
+        batch.seed = micro_batch_seed(run.seed, step, batch.index)
+        run.row_tokens = max(run.row_tokens, batch.input_ids.shape[1])
+    run.doing = ("memory", f"running forward and backward of step {step}")
+    loss = stages.memory.forward_backward(batches, 1.0 / totals.supervised, run.sink)
+    run.ledger.lap("compute")
+    run.doing = ("comm", f"reducing the gradients of step {step}")
+    used = stages.comm.finish()
+    run.ledger.lap("comm")
+    run.doing = ("optimizer", f"updating the weights in step {step}")
+    norm = stages.memory.grad_norm()
+    lr = learning_rate(run.train, step, run.steps)
+    update = Update(step, lr, *_clipping(norm, run.train.clip))
+
+    def update_slots(slots: Sequence[Slot]) -> None:
+        stages.optimizer.update(slots, update)
+
+    stages.memory.apply(update_slots, used)
+    run.ledger.lap("optimizer")
+    return loss, norm, update.found_inf, lr
+
+
+def _clipping(norm: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """Clip scale and found_inf, 0-dim fp32 on the norm's device. The scale is that of torch's `clip_grad_norm_`."""
+    finite = norm.isfinite()
+    scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip is not None else norm.new_ones(())
+    return scale.where(finite, 1.0).float(), finite.logical_not().float()
+
+
+def evaluate(run: Run) -> float | None:
+    """Mean cross-entropy over the validation split, or None when there is none. Leaves no trace in the run."""
+    run.doing = ("memory", f"evaluating after step {run.state.step}")
+    run.stages.memory.drain()
+    supervised = 0
+
+    def counted() -> Iterator[Batch]:
+        nonlocal supervised
+        for batch in run.stages.data.validation():
+            supervised += batch.supervised
+            yield batch
+
+    batches: Iterable[Batch] = counted()
+    with preserved(run.ctx.device):
+        losses = run.stages.memory.evaluate(batches)
+    total = run.stages.comm.sum_ranks(losses.double().sum())
+    (tokens,) = run.stages.comm.control([supervised])
+    return float(total) / tokens if tokens else None
+
+
+def save(run: Run) -> None:
+    """Save a checkpoint of the step just done; returns once its state is snapshotted."""
+    run.doing = ("checkpoint", f"saving step {run.state.step}")
+    run.stages.memory.drain()
+    began = time.perf_counter()
+    run.stages.checkpoint.save(run.state.step, run.parts)
+    run.save_blocked_ms.append((time.perf_counter() - began) * 1000)
+
+
+def _tell_committed(run: Run) -> None:
+    for info in run.stages.checkpoint.committed():
+        run.events.checkpoint_saved(run, info.step, info.path)

@@ -1,0 +1,165 @@
+"""The run folder: what it holds, who may use it, and whether the run in it can be resumed with this recipe."""
+
+from __future__ import annotations
+
+import fcntl
+import fnmatch
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from trainforge.errors import IncompatibleError, UserError
+
+FIXED = (
+    "model.*",
+    "run.seed",
+    "train.global_batch",
+    "train.lr",
+    "train.schedule",
+    "train.warmup",
+    "train.decay",
+    "train.lr_end",
+    "train.betas",
+    "train.eps",
+    "train.weight_decay",
+    "train.decay_exclude",
+    "train.clip",
+    "train.dtype",
+)
+"""Recipe keys that decide what is trained: they must not change when a run is resumed. The data stage guards its
+own by a fingerprint. Plugins, ranks, steps (the schedule is then laid over the new length), cadences and how a step
+is cut may change."""
+
+HOW_IT_IS_COMPUTED = ("model.attn", "model.experts")
+"""Keys of the model section that change how it is computed, not what it is."""
+
+
+class RunFolder:
+    """A run's folder, held by one run at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._lock: IO[str] | None = None
+
+    def open(self, *, fresh: bool) -> Path | None:
+        """Create the folder and lock it against a second run. The lock goes with the process.
+
+        Args:
+            fresh: move what an earlier run left there aside.
+
+        Returns:
+            Where the earlier run's folder was moved to, or None.
+
+        Raises:
+            UserError: it cannot be written, or another run holds it.
+        """
+        try:
+            self._take()
+            moved = self._move_aside() if fresh and (self.path / "recipe.yaml").exists() else None
+            self.checkpoints.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"the run folder {self.path} cannot be written ({error.strerror}): choose another with --run-dir"
+            ) from error
+        return moved
+
+    def check_resumable(self, recipe: Mapping[str, Any], allowed: Iterable[str]) -> None:
+        """Compare the recipe with the one this folder was trained with.
+
+        Raises:
+            IncompatibleError: a fixed key differs; both values are in the message.
+        """
+        saved = self.saved_recipe()
+        if saved is None:
+            return
+        old, new = flatten(saved), flatten(recipe)
+        allowed = tuple(allowed)
+        changed = [
+            f"  {key}: {_shown(old.get(key))} in the folder, {_shown(new.get(key))} now"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key) and _is_fixed(key) and not _matches(key, allowed)
+        ]
+        if changed:
+            raise IncompatibleError(
+                f"{self.path} holds a run that was trained with another recipe:\n"
+                + "\n".join(changed)
+                + "\nUse another --run-dir (or run.name), start over with --fresh, or accept the change with "
+                "--allow-change KEY."
+            )
+
+    def saved_recipe(self) -> dict[str, Any] | None:
+        """The effective recipe of the run in this folder, or None."""
+        path = self.path / "recipe.yaml"
+        if not path.exists():
+            return None
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return loaded if isinstance(loaded, dict) else None
+
+    def write_recipe(self, recipe: Mapping[str, Any]) -> None:
+        """Keep the effective recipe."""
+        self.write_text("recipe.yaml", yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True))
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file of the folder, whole or not at all."""
+        self.write_text(name, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file of the folder, whole or not at all."""
+        aside = self.path / f".{name}.tmp"
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, self.path / name)
+
+    def close(self) -> None:
+        """Let another run have the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _take(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise UserError(
+                f"another run is using {self.path}: wait for it, or choose another folder with --run-dir"
+            ) from None
+        self._lock = lock
+
+    def _move_aside(self) -> Path:
+        number = 1
+        while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+            number += 1
+        self.close()
+        self.path.rename(target)
+        self._take()
+        return target
+
+
+def flatten(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested recipe as dotted keys: `{"train": {"lr": 1}}` becomes `{"train.lr": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in recipe.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _is_fixed(key: str) -> bool:
+    return _matches(key, FIXED) and key not in HOW_IT_IS_COMPUTED
+
+
+def _matches(key: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) or key.startswith(f"{pattern}.") for pattern in patterns)
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else repr(value)
