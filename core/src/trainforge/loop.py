@@ -63,8 +63,9 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
         if (run.train.eval_every and step % run.train.eval_every == 0) or step == run.steps:
             state.eval_loss = evaluate(run)
             run.ledger.lap("evaluate")
-        if step % run.train.log_every == 0 or last:
-            figures.log(step)  # before saving, so that what is saved has the numbers of this step
+        log = step % run.train.log_every == 0 or last
+        if log:
+            figures.read()  # before saving, so that the checkpoint has the losses and counts of this step
         if totals.save or last:
             save(run)
             save_clock.done()
@@ -74,11 +75,12 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
         run.events.step_ended(run, step)
         run.ledger.lap("other")
         run.ledger.end_step()
+        if log:
+            figures.tell(step)
     assert saved_step == state.step, "the last step is always saved"
     run.doing = ("checkpoint", "committing the last checkpoint")
     run.stages.checkpoint.wait()
     _tell_committed(run)
-    run.ledger.read()
     if state.step >= run.steps:
         return "finished"
     return "stopped" if stopped else "max_steps"

@@ -25,6 +25,7 @@ class StepFigures:
         self._norms: list[Tensor] = []
         self._found_inf: list[Tensor] = []
         self._supervised: list[int] = []
+        self._metrics: dict[str, float] = {}
         self._lr = 0.0
         self._streak = 0
         self._tokens_before = run.state.tokens
@@ -38,30 +39,52 @@ class StepFigures:
         self._supervised.append(supervised)
         self._lr = lr
 
-    def log(self, step: int) -> None:
-        """Read the figures since the last log (the only place where a steady run waits for the device).
+    def read(self) -> None:
+        """Read the figures since the last call, the only place where a steady run waits for the device.
+
+        Updates the run's losses and counts of skipped steps.
+        """
+        import torch
+
+        if not self._losses:
+            return
+        state = self._run.state
+        losses = self._run.stages.comm.sum_ranks(torch.stack(self._losses).double()).tolist()
+        skipped: list[float] = torch.stack(self._found_inf).tolist()
+        self._metrics["grad_norm"] = float(self._norms[-1])
+        total = weight = 0.0
+        for loss, found_inf, supervised in zip(losses, skipped, self._supervised, strict=True):
+            self._streak = self._streak + 1 if found_inf else 0
+            state.skipped_steps += int(found_inf)
+            if not found_inf:
+                total, weight = total + loss * supervised, weight + supervised
+        if weight:
+            state.loss_last = self._metrics["loss"] = total / weight
+            state.loss_first = state.loss_last if state.loss_first is None else state.loss_first
+        for kept in (self._losses, self._norms, self._found_inf, self._supervised):
+            kept.clear()
+
+    def tell(self, step: int) -> None:
+        """Tell observers what was read, with speed, memory and the time ledger.
 
         Raises:
             TrainForgeError: too many steps in a row were not finite.
         """
-        run = self._run
-        metrics = self._read_losses(step) if self._losses else {}
+        run, state = self._run, self._run.state
+        metrics, self._metrics = self._metrics, {}
         per_step_ms, step_ms = run.ledger.read()
-        now = time.perf_counter()
-        run.tokens_measured += run.state.tokens - self._tokens_before
-        run.seconds_measured += now - self._since
-        metrics["tokens_per_s"] = (run.state.tokens - self._tokens_before) / max(now - self._since, 1e-9)
-        self._tokens_before, self._since = run.state.tokens, now
+        tokens, seconds = state.tokens - self._tokens_before, time.perf_counter() - self._since
+        self._tokens_before, self._since = state.tokens, self._since + seconds
+        run.tokens_measured += tokens
+        run.seconds_measured += seconds
+        metrics["tokens_per_s"] = tokens / max(seconds, 1e-9)
         metrics |= self._utilisation(metrics["tokens_per_s"])
-        metrics |= {"lr": self._lr, "tokens": float(run.state.tokens), "step_ms": step_ms}
+        metrics |= {"lr": self._lr, "tokens": float(state.tokens), "step_ms": step_ms}
         metrics |= {f"ledger/{name}_ms": value for name, value in per_step_ms.items()}
-        metrics |= {
-            "skipped_steps": float(run.state.skipped_steps),
-            "empty_steps": float(run.state.empty_steps),
-        }
-        if run.state.eval_loss is not None:
-            metrics["eval_loss"] = run.state.eval_loss
-        metrics |= {"host_peak_bytes": float(peak_host_bytes())}
+        metrics |= {"skipped_steps": float(state.skipped_steps), "empty_steps": float(state.empty_steps)}
+        if state.eval_loss is not None:
+            metrics["eval_loss"] = state.eval_loss
+        metrics["host_peak_bytes"] = float(peak_host_bytes())
         if run.ctx.device.type != "cpu":
             metrics["device_peak_bytes"] = float(peak_device_bytes(run.ctx.device))
         for stage, built in run.stages.named():
@@ -80,29 +103,6 @@ class StepFigures:
         flops = run.stages.model.flops_per_token(run.row_tokens) * tokens_per_s / run.ctx.world
         peak = peak_bf16_flops(run.ctx.device)
         return {"model_tflops": flops / 1e12} | ({"mfu": flops / peak} if peak else {})
-
-    def _read_losses(self, step: int) -> dict[str, float]:
-        """Loss (weighted by supervised tokens, non-finite steps left out) and the last norm."""
-        import torch
-
-        run = self._run
-        losses = run.stages.comm.sum_ranks(torch.stack(self._losses).double()).tolist()
-        norms: list[float] = torch.stack(self._norms).tolist()
-        skipped: list[float] = torch.stack(self._found_inf).tolist()
-        total = weight = 0.0
-        for loss, found_inf, supervised in zip(losses, skipped, self._supervised, strict=True):
-            self._streak = self._streak + 1 if found_inf else 0
-            run.state.skipped_steps += int(found_inf)
-            if not found_inf:
-                total, weight = total + loss * supervised, weight + supervised
-        metrics = {"grad_norm": norms[-1]}
-        if weight:
-            run.state.loss_last = metrics["loss"] = total / weight
-            if run.state.loss_first is None:
-                run.state.loss_first = metrics["loss"]
-        for kept in (self._losses, self._norms, self._found_inf, self._supervised):
-            kept.clear()
-        return metrics
 
 
 def peak_host_bytes() -> int:

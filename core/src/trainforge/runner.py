@@ -152,13 +152,13 @@ def run_plan(plan: Plan, options: RunOptions) -> int:
     Raises:
         TrainForgeError: the run cannot start (a `UserError`) or failed.
     """
-    from trainforge.ranks import Ranks, pick_device, set_threads
+    from trainforge.ranks import Ranks, default_threads, device_note, pick_device
     from trainforge.signals import StopSignals
 
     ranks = Ranks.from_environment()
     console = TerminalConsole(silent=ranks.rank != 0)
-    device, device_note = pick_device(plan.recipe.run, ranks)
-    threads = set_threads(plan.recipe.run, ranks)
+    device = pick_device(plan.recipe.run, ranks)
+    threads = default_threads(plan.recipe.run, ranks)
     folder = RunFolder(options.run_dir or Path("runs") / plan.recipe.run.name)
     with contextlib.ExitStack() as closing, StopSignals() as stop:
         saved: dict[str, Any] | None = None
@@ -185,13 +185,13 @@ def run_plan(plan: Plan, options: RunOptions) -> int:
             cache_dir=cache_dir(),
             console=console,
         )
-        if device_note:
-            console.note(device_note)
+        if note := device_note(plan.recipe.run, ranks):
+            console.note(note)
         run = start(plan, options, ctx, folder, closing)
         console.note(
             f"{device} · {ranks.world} rank{'s' * (ranks.world > 1)} · {threads} CPU threads per rank"
         )
-        return carry_out(run, lambda: stop.requested is not None)
+        return carry_out(run, lambda: stop.name is not None)
 
 
 def start(
@@ -277,7 +277,7 @@ def build_stages(
 
 def effective_recipe(plan: Plan, ctx: Context) -> dict[str, Any]:
     """The recipe with every default filled in and the global batch that this run really uses."""
-    recipe = plan.recipe.effective()
+    recipe: dict[str, Any] = plan.recipe.effective()
     recipe["train"] = recipe["train"] | {"global_batch": ctx.batching.global_batch}
     return recipe
 

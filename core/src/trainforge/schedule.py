@@ -19,17 +19,17 @@ def learning_rate(train: TrainSection, step: int, steps: int) -> float:
     if step <= warmup:
         return train.lr * step / warmup
     progress = (step - warmup) / max(steps - warmup, 1)
-    fall = train.lr - train.lr_end
     match train.schedule:
         case "constant":
-            return train.lr
+            fallen = 0.0
         case "linear":
-            return train.lr - fall * progress
+            fallen = progress
         case "cosine":
-            return train.lr_end + fall * 0.5 * (1 + math.cos(math.pi * progress))
+            fallen = 0.5 * (1 - math.cos(math.pi * progress))
         case "wsd":
             decay = max(_share(train.decay, steps, below=1.0, inclusive=True), 1)
-            return train.lr - fall * min(max(step - (steps - decay), 0) / decay, 1.0)
+            fallen = min(max(step - (steps - decay), 0) / decay, 1.0)
+    return train.lr * (1 - fallen) + train.lr_end * fallen
 
 
 def _share(value: float, steps: int, *, below: float, inclusive: bool = False) -> int:

@@ -1,0 +1,96 @@
+import subprocess
+import sys
+
+import pytest
+
+from trainforge.errors import IncompatibleError, UserError
+from trainforge.runfolder import RunFolder, flatten
+
+RECIPE = {
+    "plugins": ["text"],
+    "run": {"name": "x", "seed": 0},
+    "model": {"config": {"layers": 2}, "attn": "auto"},
+    "train": {"lr": 0.1, "steps": 5, "global_batch": 8, "save_every": 2},
+}
+
+
+def folder(tmp_path):
+    opened = RunFolder(tmp_path / "run")
+    opened.open(fresh=False)
+    opened.write_recipe(RECIPE)
+    return opened
+
+
+def changed(**sections):
+    return {
+        key: value | sections.get(key, {}) if isinstance(value, dict) else value
+        for key, value in RECIPE.items()
+    }
+
+
+def test_flatten():
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "a.c": {}, "d": [2]}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"steps": 9}},
+        {"train": {"save_every": "10min"}},
+        {"run": {"name": "y"}},
+        {"model": {"attn": "sdpa"}},
+    ],
+)
+def test_what_may_change(tmp_path, sections):
+    folder(tmp_path).check_resumable(changed(**sections), ())
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "old", "new"),
+    [
+        ({"train": {"lr": 0.2}}, "train.lr", "0.1", "0.2"),
+        ({"train": {"global_batch": 4}}, "train.global_batch", "8", "4"),
+        ({"run": {"seed": 1}}, "run.seed", "0", "1"),
+        ({"model": {"config": {"layers": 3}}}, "model.config.layers", "2", "3"),
+    ],
+)
+def test_what_must_not_change_is_shown_with_both_values_and_can_be_allowed(tmp_path, sections, key, old, new):
+    opened = folder(tmp_path)
+    with pytest.raises(IncompatibleError) as caught:
+        opened.check_resumable(changed(**sections), ())
+    assert f"{key}: {old} in the folder, {new} now" in str(caught.value)
+    opened.check_resumable(changed(**sections), (key,))
+    opened.check_resumable(changed(**sections), (key.split(".")[0],))
+
+
+def test_fresh_moves_the_earlier_run_aside(tmp_path):
+    folder(tmp_path).close()
+    again = RunFolder(tmp_path / "run")
+    moved = again.open(fresh=True)
+    assert moved is not None
+    assert (moved / "recipe.yaml").exists()
+    assert again.saved_recipe() is None
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    held = folder(tmp_path)
+    code = (
+        "from pathlib import Path; from trainforge.runfolder import RunFolder; import sys\n"
+        "try: RunFolder(Path(sys.argv[1])).open(fresh=False)\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True
+    ).stdout
+    assert out.startswith("UserError another run is using")
+    held.close()
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True
+    ).stdout
+    assert out == ""
+
+
+def test_an_unwritable_folder_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        RunFolder(tmp_path / "file" / "run").open(fresh=False)
