@@ -1,0 +1,54 @@
+"""Stopping in order: a signal sets a flag, the loop reads it once per step on every rank, saves and ends."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""What asks a run to save and end. SIGUSR1 is what Slurm can be told to send before pre-emption (`--signal=USR1@120`);
+SIGHUP comes when the terminal goes away (and stays ignored under nohup)."""
+
+
+class StopSignals:
+    """A context in which stop signals are remembered instead of ending the process.
+
+    A second Ctrl-C (SIGINT) stops at once with KeyboardInterrupt. Outside the main thread, where Python allows no
+    handlers, it never sees a signal.
+
+    Attributes:
+        name: the first signal that came (`"SIGTERM"`), or None.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._interrupts = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def flag(self) -> float:
+        """1.0 when this rank was asked to stop: a number to be summed over ranks, so that all stop together."""
+        return 0.0 if self.name is None else 1.0
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in STOPPING:
+                ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+                if not ignored:
+                    self._before[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        for number, handler in self._before.items():
+            # None: the handler was set by C code and cannot be given back through Python
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.name = self.name or signal.Signals(number).name
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
