@@ -1,0 +1,104 @@
+"""Parameters as views of larger buffers: binding, layout, rounding, norm."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainforge.stages import ParameterSpec
+
+ALIGNMENT = 64
+"""Elements to which spans of a flat buffer are aligned: 256 bytes of fp32, 128 of bf16, so kernels vectorise."""
+
+
+def bind(
+    module: nn.Module, name: str, tensor: Tensor, aliases: Iterable[str] = (), *, trainable: bool = True
+) -> nn.Parameter:
+    """Put a parameter that aliases `tensor` under its dotted name, and the same object under its aliases.
+
+    Args:
+        module: the whole model; what was there before (a meta tensor, or a real one) is dropped.
+        name: dotted name of the parameter.
+        tensor: storage, of the parameter's shape. Later writes to it are seen by the module.
+        aliases: the other dotted names of tied weights.
+        trainable: whether autograd is to give it a gradient.
+    """
+    parameter = nn.Parameter(tensor, requires_grad=trainable)
+    for dotted in (name, *aliases):
+        owner, _, leaf = dotted.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, parameter)
+    return parameter
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where parameters lie in a flat buffer, in elements.
+
+    Attributes:
+        specs: the parameters in the order in which they lie.
+        starts: where each begins, by name; aligned to `ALIGNMENT`.
+        length: elements of the whole buffer, padding included.
+    """
+
+    specs: tuple[ParameterSpec, ...]
+    starts: Mapping[str, int]
+    length: int
+
+    def span(self, buffer: Tensor, spec: ParameterSpec, offset: int = 0, length: int | None = None) -> Tensor:
+        """A 1-D view of a parameter, or of `length` of its elements from `offset`."""
+        start = self.starts[spec.name] + offset
+        return buffer[start : start + (spec.elements - offset if length is None else length)]
+
+
+def flat_layout(specs: Sequence[ParameterSpec]) -> Layout:
+    """Lay parameters out one after the other, each start aligned."""
+    starts, end = {}, 0
+    for spec in specs:
+        starts[spec.name] = end
+        end = aligned(end + spec.elements)
+    return Layout(tuple(specs), starts, end)
+
+
+def aligned(elements: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move every buffer of the module to `device`, each in its own dtype; parameters stay where they are."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(device)
+
+
+def round_to_bf16(master: Tensor, out: Tensor) -> None:
+    """Write the bf16 working copy of fp32 masters: `hi = (bits + 0x8000) >> 16`, nearest with ties away from zero.
+
+    The streamed half of split masters is rounded so too, because this rounding is invertible with the 16 low bits
+    (round-to-nearest-even is not). Infinities stay; masters must not be NaN (a payload of all ones would wrap).
+
+    Args:
+        master: fp32, 1-D, contiguous.
+        out: bf16, as long, contiguous, on the same device.
+    """
+    assert sys.byteorder == "little"
+    halves = master.view(torch.int16).view(-1, 2)
+    # The carry out of the low half is its top bit. Two passes of 16-bit numbers move 12 bytes per element where
+    # adding and shifting 32-bit numbers move 14.
+    torch.sub(halves[:, 1], halves[:, 0] >> 15, out=out.view(torch.int16))
+
+
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of squares of each tensor, accumulated in float64: `[len(tensors)]`, without a host sync."""
+    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
+    return torch.stack(list(norms)).square_()
+
+
+def global_norm(squares: Mapping[str, Tensor]) -> Tensor:
+    """L2 norm, 0-dim fp32, of sums of squares by parameter name (0-dim float64 each), added in name order."""
+    return torch.stack([squares[name] for name in sorted(squares)]).sum().sqrt().float()
