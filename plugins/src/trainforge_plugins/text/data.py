@@ -1,0 +1,249 @@
+"""The data stage: an exact place in a keyed order of packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainforge.errors import DataError, IncompatibleError
+from trainforge.stages import Batch, Data, PartState
+from trainforge_plugins.text.cache import CacheRequest, TokenCache, open_cache
+from trainforge_plugins.text.ledger import skipped_lines
+from trainforge_plugins.text.order import Permutation
+from trainforge_plugins.text.packing import Rows, collate
+from trainforge_plugins.text.sources import find_sources
+from trainforge_plugins.text.split import Split, split_rows
+from trainforge_plugins.text.tokenizers import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from trainforge.context import Context
+    from trainforge_plugins.text import TextSection
+
+STATE_VERSION = 1
+ORDER_VERSION = 1
+"""Of permutation, packing and split together: another number means that the same seed gives other samples."""
+
+
+def build_data(ctx: Context, config: TextSection) -> TextData:
+    """Load the tokenizer, open or build the caches, and check that the rows fit the model and the batch.
+
+    Raises:
+        DataError: the text, the tokenizer or the batch size has to be changed.
+    """
+    positions = ctx.model.max_positions
+    if positions is not None and config.max_len > positions:
+        raise DataError(
+            f"text.max_len is {config.max_len}, but the model has {positions} positions: set text.max_len to at most "
+            f"{positions}"
+        )
+    tokenizer = load_tokenizer(ctx, config.tokenizer)
+    _check_end_token(tokenizer, ctx.model.vocab_size)
+    cache = _open(ctx, config, tokenizer, config.path)
+    validation = config.validation
+    separate = None
+    if isinstance(validation, str | tuple):
+        separate = Rows(_open(ctx, config, tokenizer, validation), config.max_len, tokenizer.end or 0)
+        validation = None
+    rows = Rows(cache, config.max_len, tokenizer.end or 0)
+    split = split_rows(len(rows), _held_out(len(rows), validation))
+    return TextData(ctx, config, tokenizer, cache, rows, split, separate)
+
+
+def _open(
+    ctx: Context, config: TextSection, tokenizer: Tokenizer, patterns: str | Sequence[str]
+) -> TokenCache:
+    request = CacheRequest(
+        find_sources(patterns, config.format),
+        tokenizer,
+        config.field,
+        config.strict,
+        config.workers,
+        config.worker_timeout,
+    )
+    root = Path(config.cache or ctx.cache_dir).expanduser()
+    cache = open_cache(root, patterns, request, ctx.console, ctx.local_rank == 0)
+    token, row = cache.top
+    if token >= ctx.model.vocab_size:
+        raise _too_large(tokenizer, token, f"at or after {row}", ctx.model.vocab_size)
+    if cache.tokens == cache.documents:
+        raise DataError(
+            f"every document of {patterns} is a single token, so there is nothing to predict: add text"
+        )
+    return cache
+
+
+def _check_end_token(tokenizer: Tokenizer, vocab_size: int) -> None:
+    if tokenizer.end is not None and tokenizer.end >= vocab_size:
+        raise _too_large(tokenizer, tokenizer.end, "at the end of the first row", vocab_size)
+
+
+def _too_large(tokenizer: Tokenizer, token: int, where: str, vocab_size: int) -> DataError:
+    return DataError(
+        f"the tokenizer {tokenizer.name!r} gives token id {token} ({where}), but the model's embedding has only "
+        f"{vocab_size} rows: set text.tokenizer to the model's own tokenizer, or give the model a vocab_size of at "
+        f"least {max(token + 1, tokenizer.size)}"
+    )
+
+
+def _held_out(rows: int, wanted: float | None) -> int:
+    """Rows to hold out: a share gives at least one row and leaves at least half; a count is taken as it is."""
+    if not wanted:
+        return 0
+    if wanted < 1:
+        return min(max(1, round(wanted * rows)), rows // 2)
+    if wanted >= rows:
+        raise DataError(
+            f"text.validation holds out {wanted:g} rows, but there are only {rows}: set a smaller count, or a share "
+            "such as 0.02"
+        )
+    return int(wanted)
+
+
+class TextData(Data):
+    """Rows of `max_len` tokens in an order keyed by (seed, epoch). Sample ids are row numbers.
+
+    Nothing here is random but the order, and the order is computed from (seed, epoch, position): so the samples of a
+    step are the same for any number of ranks, and after any resume.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        config: TextSection,
+        tokenizer: Tokenizer,
+        cache: TokenCache,
+        rows: Rows,
+        split: Split,
+        separate: Rows | None,
+    ) -> None:
+        self._config, self._tokenizer, self._cache = config, tokenizer, cache
+        self._rows, self._split, self._separate = rows, split, separate
+        self._seed, self._rank, self._world, self._batching = ctx.run.seed, ctx.rank, ctx.world, ctx.batching
+        self._pin = ctx.device.type != "cpu"
+        self.samples = split.training
+        whole, rest = divmod(self.samples, ctx.batching.global_batch)
+        self.steps_per_epoch = whole + (rest > 0 and config.last_batch == "partial")
+        if self.steps_per_epoch == 0:
+            raise DataError(
+                f"{self.samples} training rows of {config.max_len} tokens do not fill one global batch of "
+                f"{ctx.batching.global_batch} rows ({ctx.world} ranks), and text.last_batch: drop leaves out what does "
+                f"not: set text.last_batch: partial, train.global_batch to at most {self.samples}, a smaller "
+                "text.max_len, or add text"
+            )
+        self._epoch = self._consumed = 0
+        self._order = self._order_of(0)
+
+    def take(self, count: int) -> list[Batch]:
+        """The next step's micro-batches of this rank. The tensors are fresh, so they live as long as anyone needs."""
+        micro = self._batching.micro_batch
+        assert count * micro * self._world == self._batching.global_batch
+        start = self._consumed
+        stop = min(start + self._batching.global_batch, self.samples)
+        batches = []
+        for index in range(self._rank, count * self._world, self._world):
+            first = start + index * micro
+            places = range(min(first, stop), min(first + micro, stop))
+            batches.append(self._collate(self._rows, [self._row_at(place) for place in places], index))
+        self._advance(stop)
+        return batches
+
+    def _row_at(self, place: int) -> int:
+        """The number of the row that comes at `place` in this epoch."""
+        return self._split.training_row(self._order[place] if self._order else place)
+
+    def _order_of(self, epoch: int) -> Permutation | None:
+        return Permutation(self.samples, self._seed, epoch) if self._config.shuffle else None
+
+    def _advance(self, consumed: int) -> None:
+        left = self.samples - consumed
+        over = left == 0 or (self._config.last_batch == "drop" and left < self._batching.global_batch)
+        self._move(self._epoch + 1, 0) if over else self._move(self._epoch, consumed)
+
+    def _move(self, epoch: int, consumed: int) -> None:
+        if epoch != self._epoch:
+            self._order = self._order_of(epoch)
+        self._epoch, self._consumed = epoch, consumed
+
+    def _collate(self, rows: Rows, numbers: Sequence[int], index: int) -> Batch:
+        return collate(rows, numbers, self._config.max_len, index, self._pin)
+
+    def validation(self) -> Iterator[Batch]:
+        """The evaluation's micro-batches of this rank, at most `text.validation_rows` rows over all ranks."""
+        rows = self._rows if self._separate is None else self._separate
+        available = self._split.held_out if self._separate is None else len(self._separate)
+        used = min(available, self._config.validation_rows)
+        numbers = [i * available // used for i in range(used)]
+        if self._separate is None:
+            numbers = [self._split.validation_row(i) for i in numbers]
+        micro = self._batching.micro_batch
+        per_rank = -(-used // (micro * self._world))
+        for index in range(self._rank, per_rank * self._world, self._world):
+            yield self._collate(rows, numbers[index * micro : (index + 1) * micro], index)
+
+    def ledger(self) -> dict[str, Any]:
+        """Rows (lines) seen, used and skipped by reason, and what they became."""
+        return {**self._cache.ledger, "tokens": self._cache.tokens, "packed_rows": len(self._rows)}
+
+    def start_report(self) -> list[str]:
+        """Sizes, and what was skipped if anything was."""
+        cache, held = self._cache, self._split.held_out
+        line = (
+            f"{cache.documents:,} documents, {cache.tokens:,} tokens ({self._tokenizer.name}), "
+            f"{self.samples:,} training rows of {self._config.max_len}"
+        )
+        if self._separate is not None:
+            line += f", {len(self._separate):,} rows for validation from other files"
+        elif held:
+            line += f", {held:,} rows held out for validation"
+        if self._tokenizer.end is None:
+            line += "; the tokenizer has no end token, so documents follow each other without one"
+        return [line, *skipped_lines(cache.ledger)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return self._tokenizer.decode(ids)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without an end token."""
+        return [int(token) for token in self._tokenizer.encode(text.encode("utf-8", "replace"))]
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {
+            "data set": f"{self._cache.digest} ({self._cache.tokens:,} tokens)",
+            "tokenizer": self._tokenizer.fingerprint,
+            "run.seed": self._seed,
+            "text.max_len": self._config.max_len,
+            "text.shuffle": self._config.shuffle,
+            "text.last_batch": self._config.last_batch,
+            "rows held out (text.validation)": self._split.held_out,
+            "order": ORDER_VERSION,
+        }
+
+    def state(self) -> PartState:
+        """The epoch, the samples consumed in it over all ranks, and what decides which samples those were."""
+        place = {"epoch": self._epoch, "consumed": self._consumed}
+        return PartState(STATE_VERSION, {**place, "fingerprint": self._fingerprint()})
+
+    def load(self, version: int, data: dict[str, Any]) -> None:
+        """Go to a saved place.
+
+        Raises:
+            IncompatibleError: the same place would now mean other samples.
+        """
+        if version != STATE_VERSION:
+            raise IncompatibleError(
+                f"the checkpoint holds version {version} of the text plugin's state, and this program reads version "
+                f"{STATE_VERSION}: resume with the version that saved it"
+            )
+        saved, current = data["fingerprint"], self._fingerprint()
+        changed = [
+            f"{name} was {saved.get(name)} and is now {current.get(name)}"
+            for name in {**current, **saved}
+            if saved.get(name) != current.get(name)
+        ]
+        if changed:
+            raise IncompatibleError(
+                f"the checkpoint was made with other samples: {'; '.join(changed)}: set it back, or start a new run"
+            )
+        self._move(int(data["epoch"]), int(data["consumed"]))

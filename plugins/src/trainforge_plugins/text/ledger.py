@@ -1,0 +1,98 @@
+"""The row ledger: which rows of the input were used, and which were not, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainforge.errors import DataError
+from trainforge_plugins.text.sources import Source, Unit
+from trainforge_plugins.text.tokenise import SHOWN_FIELDS, SHOWN_ROWS, Piece
+
+
+class RowLedger:
+    """Adds up what the units report, in order, and gives their lines the numbers they have in the file."""
+
+    def __init__(self, strict: bool) -> None:
+        self._strict = strict
+        self._source = -1
+        self._lines_before = 0
+        self.seen = self.used = self.documents = 0
+        self.skipped: dict[str, dict[str, Any]] = {}
+        self.fields: list[str] = []
+        self.top: tuple[int, str] | None = None
+
+    def add(self, unit: Unit, piece: Piece) -> None:
+        """Count the rows of the next unit.
+
+        Raises:
+            DataError: a row cannot be used, and the recipe is strict.
+        """
+        if unit.source != self._source:
+            self._source, self._lines_before = unit.source, 0
+        self.seen += piece.rows
+        self.used += piece.used
+        self.documents += len(piece.starts)
+        for reason, skipped in piece.skipped.items():
+            rows = [
+                f"{unit.path}:{self._lines_before + line}" + (f" ({detail})" if detail else "")
+                for line, detail in skipped.first
+            ]
+            self._skip(reason, skipped.count, rows)
+        new = [name for name in piece.fields if name not in self.fields]
+        self.fields += new[: SHOWN_FIELDS - len(self.fields)]
+        if piece.top and (self.top is None or piece.top[0] > self.top[0]):
+            self.top = (piece.top[0], f"{unit.path}:{self._lines_before + piece.top[1]}")
+        self._lines_before += piece.newlines
+
+    def add_empty(self, source: Source) -> None:
+        """Note a file without a byte."""
+        self._skip("empty file", 0, [str(source.path)])
+
+    def _skip(self, reason: str, count: int, rows: Sequence[str]) -> None:
+        if self._strict and rows:
+            raise DataError(f"{rows[0]}: {reason}: correct it, or set text.strict: false to skip such rows")
+        entry = self.skipped.setdefault(reason, {"count": 0, "rows": []})
+        entry["count"] += count
+        entry["rows"] += rows[: SHOWN_ROWS - len(entry["rows"])]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ledger as plain data: rows seen, used, skipped by reason, truncated."""
+        return {
+            "seen": self.seen,
+            "used": self.used,
+            "skipped": self.skipped,
+            "truncated": 0,  # packing cuts between rows and loses nothing
+            "documents": self.documents,
+        }
+
+    def require_rows(self, field_name: str, sources: Sequence[Source]) -> None:
+        """Check that something can be used.
+
+        Raises:
+            DataError: nothing can; says what was expected, what was found and which option maps it.
+        """
+        if self.used and self.documents:
+            return
+        where = str(sources[0].path) if len(sources) == 1 else f"{len(sources)} files"
+        if self.fields:
+            raise DataError(
+                f"none of the {self.seen} rows of {where} can be used: expected the field {field_name!r}, found "
+                f"{', '.join(map(repr, self.fields))}: set text.field to the field that holds the text"
+            )
+        reasons = skipped_lines(self.as_dict())
+        why = "; ".join(reasons) if reasons else "they hold no text"
+        raise DataError(
+            f"none of the {self.seen} rows of {where} can be used ({why}): correct the file or text.format"
+        )
+
+
+def skipped_lines(ledger: dict[str, Any]) -> list[str]:
+    """One line for each reason for which rows were skipped; nothing when all were used."""
+    lines = []
+    for reason, entry in ledger["skipped"].items():
+        rows = entry["rows"]
+        more = ", ..." if max(entry["count"], len(rows)) > 3 else ""
+        share = f" ({entry['count'] / ledger['seen']:.2%})" if ledger["seen"] and entry["count"] else ""
+        lines.append(f"{entry['count'] or len(rows)} skipped{share}, {reason}: {', '.join(rows[:3])}{more}")
+    return lines
