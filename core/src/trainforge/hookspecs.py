@@ -1,9 +1,9 @@
 """The hooks a plugin may implement. pluggy decides *who* serves a stage, once; the hot path calls plain objects.
 
 The first seven hand over a provider while the run is planned: they must be cheap, touch no device and import
-nothing heavy. `firstresult` hides nobody here: planning counts the owners of a stage first and refuses two; it is set
-so that a wrapper receives and returns one provider. The last five are events: something has happened. They observe and do not steer; one that fails
-is named and muted, and the run goes on.
+nothing heavy. `firstresult` hides nobody there: planning counts the owners of a stage and refuses two; it is set so
+that a wrapper receives and returns one provider. The last five are events: something has happened. They observe and
+do not steer; one that fails is named and muted, and the run goes on.
 """
 
 from __future__ import annotations

@@ -1,0 +1,133 @@
+"""Checkpoints of a run as core sees them: folders with a certain name and a checkpoint.json, whoever wrote them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainforge.errors import CheckpointError, UserError
+from trainforge.stages import CheckpointInfo, is_checkpoint_name
+
+if TYPE_CHECKING:
+    from trainforge.stages import Checkpoint
+
+
+def checkpoints_folder(run_dir: Path) -> Path:
+    """The folder with a run's checkpoints: `run_dir/checkpoints`, or `run_dir` when it is that folder itself.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    folder = run_dir if run_dir.name == "checkpoints" else run_dir / "checkpoints"
+    if not folder.is_dir():
+        raise UserError(f"{run_dir} is no run folder: it holds no checkpoints/")
+    return folder
+
+
+def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
+    """The committed checkpoints in `folder`, oldest step first; an empty list when it does not exist.
+
+    Raises:
+        CheckpointError: a committed checkpoint has no readable checkpoint.json.
+    """
+    if not folder.is_dir():
+        return []
+    found = [(step, path) for path in folder.iterdir() if (step := is_checkpoint_name(path.name)) is not None]
+    return [_info(step, path) for step, path in sorted(found) if path.is_dir()]
+
+
+def read_writer(path: Path) -> str:
+    """The name of the plugin that wrote the checkpoint at `path`.
+
+    Raises:
+        CheckpointError: it has no readable checkpoint.json.
+    """
+    return str(_about(path)["writer"])
+
+
+def verify_checkpoint(info: CheckpointInfo) -> list[str]:
+    """Problems of a checkpoint, found by the plugin that wrote it; an empty list when it is sound.
+
+    Raises:
+        SelectionError: that plugin is not installed.
+    """
+    reader = _reader(info)
+    try:
+        return reader.verify(info.path)
+    finally:
+        reader.close()
+
+
+def remove_checkpoint(info: CheckpointInfo) -> None:
+    """Delete a checkpoint. It loses its name first, so that half a checkpoint never looks like one."""
+    aside = info.path.with_name(f".removing-{info.path.name}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    info.path.rename(aside)
+    shutil.rmtree(aside)
+
+
+def _about(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
+        return {
+            "writer": str(about["writer"]),
+            "step": int(about["step"]),
+            "saved_at": float(about["saved_at"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"the checkpoint {path} has no usable checkpoint.json ({type(error).__name__}: {error}): move it away"
+        ) from error
+
+
+def _info(step: int, path: Path) -> CheckpointInfo:
+    about = _about(path)
+    if about["step"] != step:
+        raise CheckpointError(
+            f"the checkpoint {path} says in checkpoint.json that it is of step {about['step']}"
+        )
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return CheckpointInfo(step, path, about["writer"], size, about["saved_at"])
+
+
+def _reader(info: CheckpointInfo) -> Checkpoint:
+    """The checkpoint stage that wrote it, built for one process. Its configuration plays no part in reading."""
+    import torch
+
+    from trainforge.context import Batching, Context, SilentConsole
+    from trainforge.discovery import load_provider
+    from trainforge.sections import RunSection, TrainSection
+    from trainforge.stages import Comm
+
+    run_dir = info.path.parent.parent
+    provider = load_provider(_reference(run_dir, info.writer), "checkpoint")
+    ctx = Context(
+        run=RunSection(),
+        train=TrainSection(steps=1),
+        model_config=None,
+        device=torch.device("cpu"),
+        rank=0,
+        world=1,
+        local_rank=0,
+        local_world=1,
+        batching=Batching(1, 1, 1),
+        run_dir=run_dir,
+        cache_dir=run_dir,
+        console=SilentConsole(),
+        plugin=info.writer,
+        built={"comm": Comm()},
+    )
+    reader: Checkpoint = provider.build(ctx, provider.config())
+    return reader
+
+
+def _reference(run_dir: Path, writer: str) -> str:
+    """What names the writer: its plugin name, or the file that plan.json says it came from."""
+    try:
+        record = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))["stages"]["checkpoint"]
+        return str(record.get("reference", writer)) if record["plugin"] == writer else writer
+    except (OSError, ValueError, KeyError, TypeError):
+        return writer
