@@ -1,0 +1,83 @@
+"""The model plugin `hf`: a causal language model of transformers, or a module of the user's own.
+
+The recipe's `model` section says which one: a folder or hub id (`hf`), a configuration with random weights
+(`config`), or a function of the user's (`factory`). This module is cheap to import; transformers is imported when
+the model is built.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from trainforge.hookspecs import hookimpl
+from trainforge.provider import Provider, Section
+
+if TYPE_CHECKING:
+    from trainforge.context import Context
+    from trainforge.stages import ModelSpec
+
+Attention = Literal["auto", "sdpa", "flex", "flash_attention_2", "flash_attention_3", "eager"]
+Experts = Literal["auto", "eager", "batched_mm", "grouped_mm"]
+
+
+class ModelSection(Section):
+    """Which model is trained. Exactly one of `hf`, `config` and `factory`."""
+
+    hf: str | None = Field(None, description="a folder with a transformers model, or an id on the Hugging Face hub")
+    config: dict[str, Any] | None = Field(
+        None, description="a transformers configuration with its `model_type`; the weights start random"
+    )
+    factory: str | None = Field(
+        None, description="`package.module:function` that returns a torch module or a ModelSpec of yours"
+    )
+    attn: Attention = Field("auto", description="how attention is computed; the start report says what `auto` took")
+    experts: Experts = Field("auto", description="how the experts of a Mixture-of-Experts model are multiplied")
+
+    @field_validator("config")
+    @classmethod
+    def _has_type(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and not isinstance(value.get("model_type"), str):
+            raise ValueError("needs model_type, the name of a transformers architecture such as llama or qwen3")
+        return value
+
+    @field_validator("factory")
+    @classmethod
+    def _names_a_function(cls, value: str | None) -> str | None:
+        if value is not None and not all(part.strip() for part in (value.partition(":")[0], value.partition(":")[2])):
+            raise ValueError(f"must name a function as package.module:function, not {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSection:
+        given = [name for name in ("hf", "config", "factory") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one of hf, config and factory, not {' and '.join(given)}")
+        if not given:
+            raise ValueError(
+                "say which model to train: hf (a folder or hub id), config (an architecture with random weights) "
+                "or factory (a function of yours)"
+            )
+        return self
+
+
+def build(ctx: Context, config: ModelSection) -> ModelSpec:
+    """Build the model on the meta device.
+
+    Raises:
+        ConfigError: the model cannot be found or built; the message says why.
+    """
+    if config.factory is not None:
+        from trainforge_plugins.hf.factory import build_from_factory
+
+        return build_from_factory(ctx, config.factory, config)
+    from trainforge_plugins.hf.spec import build_transformers
+
+    return build_transformers(ctx, config)
+
+
+@hookimpl
+def forge_model() -> Provider:
+    """Serve the model stage."""
+    return Provider(build=build, config=ModelSection, default=True)

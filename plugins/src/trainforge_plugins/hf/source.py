@@ -1,0 +1,118 @@
+"""Finding the model that a recipe names: a folder, a hub id, or a configuration."""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from trainforge.context import Context
+from trainforge.errors import ConfigError
+
+_WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.txt")
+_PROBE_SECONDS = 10.0
+
+
+def folder_of(ctx: Context, name: str) -> Path:
+    """The local folder of a model: as given, or downloaded from the hub (once per host; safetensors only).
+
+    Raises:
+        ConfigError: there is no such folder and the id cannot be fetched.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"model.hf: {path} has no config.json; use a folder written by save_pretrained")
+        return path
+    if path.exists():
+        raise ConfigError(f"model.hf: {path} is a file; give the folder it lies in")
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or " " in name:
+        raise ConfigError(f"model.hf: there is no folder {path}")
+    ctx.cache_dir.mkdir(parents=True, exist_ok=True)
+    with (ctx.cache_dir / "hub.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _downloaded(ctx, name)
+
+
+def _downloaded(ctx: Context, name: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import HfApi, snapshot_download
+
+    patterns = list(_WANTED)
+    try:
+        if not huggingface_hub.is_offline_mode():
+            HfApi().model_info(name, timeout=_PROBE_SECONDS)
+            ctx.console.note(f"model: fetching {name} from the hub, unless it is in the cache")
+            return Path(snapshot_download(name, allow_patterns=patterns))
+        cause = "HF_HUB_OFFLINE is set"
+    except Exception as error:
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+    except Exception:
+        raise ConfigError(
+            f"model.hf: {name} is no folder here and cannot be fetched from the hub ({cause}); check the name and "
+            "the network, or copy the model to this machine and give its folder"
+        ) from None
+
+
+def config_of_folder(path: Path) -> Any:
+    """The configuration in a model folder. Nothing is fetched and no code in the folder runs.
+
+    Raises:
+        ConfigError: transformers does not know the architecture, or the configuration is broken.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(os.fspath(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(f"model.hf: {path / 'config.json'} cannot be used: {_first_line(error)}") from None
+    method = getattr(config, "quantization_config", None)
+    if method is not None:
+        kind = method.get("quant_method", "") if isinstance(method, dict) else getattr(method, "quant_method", "")
+        raise ConfigError(f"model.hf: {path} holds quantised weights ({kind}), which cannot be trained; use full ones")
+    return config
+
+
+def config_of_values(values: dict[str, Any]) -> Any:
+    """A configuration from a recipe's `model.config`.
+
+    Raises:
+        ConfigError: an unknown architecture or key, with the nearest valid one, or values that do not fit.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = dict(values)
+    model_type = values.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(f"model.config: unknown model_type {model_type!r}{_nearest(model_type, CONFIG_MAPPING)}")
+    config_class = CONFIG_MAPPING[model_type]
+    try:
+        known = set(config_class().to_dict()) | set(config_class.attribute_map) | _HIDDEN_KEYS
+    except Exception:
+        known = set(values)
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"model.config: {model_type} has no key {key!r}{_nearest(key, known)}")
+    try:
+        return config_class(**values)
+    except Exception as error:
+        raise ConfigError(f"model.config: {_first_line(error)}") from None
+
+
+_HIDDEN_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "layer_types", "head_dim", "pad_token_id", "dtype"}
+"""Keys that a configuration takes although its defaults may not list them."""
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3]) if lines else type(error).__name__

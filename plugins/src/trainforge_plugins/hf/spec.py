@@ -1,0 +1,247 @@
+"""`HuggingFaceModel`: a causal language model of transformers as a `ModelSpec`."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from trainforge.context import Context
+from trainforge.errors import ConfigError, IncompatibleError
+from trainforge.stages import Batch, Extent, ModelSpec
+from trainforge_plugins.hf import ModelSection, attention, flops, structure
+from trainforge_plugins.hf.head import OutputHead
+from trainforge_plugins.hf.initial import RandomWeights, transformers_initialiser
+from trainforge_plugins.hf.skeleton import parameters_on_meta
+from trainforge_plugins.hf.source import config_of_folder, config_of_values, folder_of
+from trainforge_plugins.hf.weights import FolderWeights
+
+_STATEFUL = ("mamba", "linear_attention", "conv", "recurrent", "ssm", "kda", "gated_deltanet")
+
+
+def build_transformers(ctx: Context, section: ModelSection) -> HuggingFaceModel:
+    """Build the model that `model.hf` or `model.config` names.
+
+    Raises:
+        ConfigError: it cannot be found, built or read.
+    """
+    with _quiet():
+        folder = None if section.hf is None else folder_of(ctx, section.hf)
+        config = config_of_values(section.config or {}) if folder is None else config_of_folder(folder)
+        return HuggingFaceModel(config, folder, section, ctx.run.seed, ctx.device)
+
+
+class HuggingFaceModel(ModelSpec):
+    """A causal language model of transformers, without weights.
+
+    Args:
+        config: its transformers configuration.
+        folder: where its weights lie, or None for random ones.
+        section: the recipe's `model` section.
+        seed: of the random weights.
+        device: what the model will run on.
+    """
+
+    def __init__(
+        self, config: Any, folder: Path | None, section: ModelSection, seed: int, device: torch.device
+    ) -> None:
+        self.config = config
+        self.text = config.get_text_config()
+        model_class = _model_class(config)
+        self.attention = attention.choose(section.attn, model_class, self.text, device)
+        self.module = model = _empty_model(config, self.attention.registered, section.experts)
+        self.base_name, base = _base_model(model)
+        layers = structure.number(self.text, ("num_hidden_layers", "n_layer", "num_layers"))
+        found = structure.find_blocks(base, layers, model._no_split_modules or ())
+        self.blocks = tuple(f"{self.base_name}.{name}" for name in found)
+        heads = [name for name, _ in model.named_children() if name != self.base_name]
+        self.parameters = structure.describe_parameters(
+            model, self.blocks, heads, structure.expert_count(self.text)
+        )
+        self.head_parameters = self._head_parameters()
+        self.vocab_size = int(self.text.vocab_size)
+        self.max_positions = structure.number(self.text, ("max_position_embeddings", "n_positions", "max_seq_len"))
+        self._specs = {spec.name: spec for spec in self.parameters}
+        self._weights: RandomWeights | FolderWeights = (
+            RandomWeights(model, seed, transformers_initialiser)
+            if folder is None
+            else FolderWeights(model, folder, self.parameters)
+        )
+        self._head = OutputHead(model, self.base_name)
+        self._base_options = set(inspect.signature(type(base).forward).parameters)
+        self._balance = self._balancing()
+        self._stateful = _carries_state(model, self.text)
+        self._check_head()
+
+    def flops_per_token(self, tokens: int) -> float:
+        """Model FLOPs per token: 6 per active parameter, and causal attention."""
+        active = flops.active_parameters(self.parameters, self.head_parameters, self.text)
+        return 6.0 * active + flops.attention_flops(self.text, tokens)
+
+    def load(self, name: str, out: Tensor, extent: Extent) -> None:
+        """Fill `out` with a span of the parameter's initial weights."""
+        self._weights.fill(self._specs[name], out, extent)
+
+    def load_buffers(self) -> None:
+        """Fill persistent buffers from the model folder."""
+        if isinstance(self._weights, FolderWeights):
+            self._weights.fill_buffers(self.module)
+
+    def hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Run the base model.
+
+        Raises:
+            IncompatibleError: rows hold several documents and the model cannot keep them apart.
+        """
+        base = self.module.get_submodule(self.base_name)
+        options: dict[str, Any] = {"use_cache": False, **batch.inputs}
+        if "position_ids" in self._base_options:
+            options["position_ids"] = batch.position_ids
+        if self.attention.own_masks:
+            # Without a mask transformers would look for packed rows in the position ids, which asks the device.
+            options["attention_mask"] = torch.ones_like(batch.input_ids)
+        elif batch.document_ids is not None and "position_ids" not in self._base_options:
+            self._refuse_documents(batch.document_ids)
+        if batch.document_ids is not None and self._stateful:
+            self._refuse_documents(batch.document_ids)
+        if self._balance is not None:
+            options["output_router_logits"] = True
+        with attention.masks_of(batch):
+            output = base(input_ids=batch.input_ids, **options)
+        hidden: Tensor = output.last_hidden_state
+        if self._balance is None:
+            return hidden, None
+        return hidden, self._balance_loss(output.router_logits, hidden, batch)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits `[n, vocab]` of hidden states `[n, width]`."""
+        return self._head(hidden)
+
+    def start_report(self) -> list[str]:
+        """How many parameters there are and how attention and experts are computed."""
+        total = sum(spec.elements for spec in self.parameters)
+        trainable = sum(spec.elements for spec in self.parameters if spec.trainable)
+        active = flops.active_parameters(self.parameters, self.head_parameters, self.text)
+        counts = f"{_count(total)} parameters"
+        if trainable != total:
+            counts += f", {_count(trainable)} trainable"
+        if any(spec.experts for spec in self.parameters):
+            counts += f", {_count(active)} used by each token"
+        kind = self.config.model_type
+        lines = [f"model: {kind}, {len(self.blocks)} blocks, {counts}"]
+        lines.append(f"attention: {self.attention.kernel} ({self.attention.reason})")
+        if self._stateful:
+            lines.append(f"model: {kind} carries state along a row, so rows must hold one document each")
+        return lines
+
+    def _head_parameters(self) -> tuple[str, ...]:
+        inside = f"{self.base_name}."
+        return tuple(
+            spec.name
+            for spec in self.parameters
+            if any(not name.startswith(inside) for name in (spec.name, *spec.aliases))
+        )
+
+    def _balancing(self) -> Any:
+        if not getattr(self.text, "output_router_logits", False):
+            return None
+        function = getattr(sys.modules[type(self.module).__module__], "load_balancing_loss_func", None)
+        if function is None:
+            raise ConfigError(
+                f"model.config: {self.config.model_type} has no auxiliary loss for its router; "
+                "leave out output_router_logits"
+            )
+        return function
+
+    def _balance_loss(self, logits: Any, hidden: Tensor, batch: Batch) -> Tensor:
+        logits = tuple(logits)
+        if hidden.requires_grad and not any(layer.requires_grad for layer in logits):
+            raise IncompatibleError(
+                "the router's auxiliary loss gets no gradient from blocks that are recomputed without a graph; "
+                "set output_router_logits to false in the model's configuration, or choose another memory plugin"
+            )
+        real = None if batch.document_ids is None else batch.document_ids >= 0
+        loss: Tensor = self._balance(
+            logits, structure.expert_count(self.text), structure.active_experts(self.text), real
+        )
+        return loss * float(getattr(self.text, "router_aux_loss_coef", 0.001))
+
+    def _refuse_documents(self, documents: Tensor) -> None:
+        if bool(((documents != documents[:, :1]) & (documents >= 0)).any()):
+            raise IncompatibleError(
+                f"{self.config.model_type} cannot keep several documents in one row apart; switch packing off"
+            )
+
+    def _check_head(self) -> None:
+        width = int(self.text.hidden_size)
+        try:
+            logits = self._head(torch.empty(2, width, device="meta"))
+        except Exception as error:
+            raise ConfigError(
+                f"model: the output head of {type(self.module).__name__} cannot be run apart from the rest: {error}"
+            ) from None
+        if self._head.stand_in.calls != 1 or logits.ndim != 2 or logits.shape[0] != 2:
+            raise ConfigError(f"model: the output head of {type(self.module).__name__} cannot be told from the rest")
+
+
+def _model_class(config: Any) -> type[PreTrainedModel]:
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        raise ConfigError(f"model: {config.model_type} has no causal language model in transformers")
+    found = mapping[type(config)]
+    return found[0] if isinstance(found, tuple | list) else found
+
+
+def _base_model(model: PreTrainedModel) -> tuple[str, nn.Module]:
+    """The name of the part below the output head, and that part."""
+    children = dict(model.named_children())
+    inner = [name for name, child in children.items() if isinstance(child, PreTrainedModel)]
+    for name in (model.base_model_prefix, *inner):
+        if name in children:
+            return name, children[name]
+    raise ConfigError(f"model: {type(model).__name__} has no base model apart from its output head")
+
+
+def _empty_model(config: Any, attn: str, experts: str) -> PreTrainedModel:
+    options: dict[str, Any] = {"attn_implementation": attn, "dtype": torch.float32}
+    if experts != "auto":
+        options["experts_implementation"] = experts
+    try:
+        with parameters_on_meta():
+            return AutoModelForCausalLM.from_config(config, **options)
+    except Exception as error:
+        raise ConfigError(f"model: {config.model_type} cannot be built: {str(error) or type(error).__name__}") from error
+
+
+def _carries_state(model: nn.Module, config: Any) -> bool:
+    kinds = " ".join(getattr(config, "layer_types", None) or ())
+    return bool(getattr(model, "_is_stateful", False)) or any(word in kinds for word in _STATEFUL)
+
+
+def _count(parameters: float) -> str:
+    for size, unit in ((1e9, "billion"), (1e6, "million")):
+        if parameters >= size:
+            return f"{parameters / size:.3g} {unit}"
+    return f"{parameters:,.0f}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' own bars and remarks from the terminal while a model is built."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        transformers_logging.enable_progress_bar()
