@@ -13,8 +13,8 @@ from trainforge.errors import ProviderError
 
 if TYPE_CHECKING:
     from trainforge.context import Console
+    from trainforge.live import Run
     from trainforge.planning import Plan
-    from trainforge.runner import Run
 
 _EVENTS = (
     "forge_run_started",

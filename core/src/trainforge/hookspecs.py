@@ -15,9 +15,9 @@ import pluggy
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from trainforge.live import Run
     from trainforge.planning import Plan
     from trainforge.provider import Provider
-    from trainforge.runner import Run
 
 PROJECT = "trainforge"
 hookspec = pluggy.HookspecMarker(PROJECT)

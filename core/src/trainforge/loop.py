@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainforge.runner import Run
+    from trainforge.live import Run
     from trainforge.stages import Batch, Slot
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from trainforge.runner import Run
+    from trainforge.live import Run
 
 
 class StepFigures:

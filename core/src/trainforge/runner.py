@@ -1,146 +1,31 @@
-"""A run: builds the stages of a plan, resumes, trains, and leaves a summary. One process per rank."""
+"""Carrying out a plan: one process per rank. Puts the run together, trains, and leaves a summary."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainforge.assembly import cache_dir, start
 from trainforge.batching import resolve_batching
-from trainforge.checkpoints import list_checkpoints
 from trainforge.console import TerminalConsole
 from trainforge.context import Context
-from trainforge.errors import (
-    CheckpointError,
-    ConfigError,
-    DataExhausted,
-    ProviderError,
-    RanksError,
-    TrainForgeError,
-)
-from trainforge.events import Events
-from trainforge.ledger import Ledger
+from trainforge.errors import DataExhausted, ProviderError, TrainForgeError
+from trainforge.live import BUILD_ORDER, Run, Stages
 from trainforge.loop import train
-from trainforge.provider import StageName
-from trainforge.run_state import RunState
+from trainforge.ranks import Ranks, default_threads, device_note, pick_device
 from trainforge.runfolder import RunFolder
+from trainforge.signals import StopSignals
 from trainforge.summary import show_summary, summarise
-from trainforge.units import format_seconds
 
 if TYPE_CHECKING:
-    from trainforge.context import Console
     from trainforge.options import RunOptions
     from trainforge.planning import Plan
-    from trainforge.sections import TrainSection
-    from trainforge.stages import (
-        Checkpoint,
-        CheckpointInfo,
-        Comm,
-        Data,
-        Memory,
-        ModelSpec,
-        Optimizer,
-        Part,
-        Sink,
-        Stage,
-    )
 
-BUILD_ORDER: tuple[StageName, ...] = ("comm", "model", "data", "optimizer", "memory", "checkpoint")
-"""The optimizer comes before memory, which allocates the state that the optimizer asks for."""
+__all__ = ["Run", "Stages", "carry_out", "run_plan"]
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 0, 1, 2, 3
-
-
-@dataclass
-class Stages:
-    """The built stages of a run."""
-
-    comm: Comm
-    model: ModelSpec
-    data: Data
-    optimizer: Optimizer
-    memory: Memory
-    checkpoint: Checkpoint
-
-    def named(self) -> list[tuple[StageName, Stage]]:
-        """The stages with their names, in build order."""
-        return [(name, getattr(self, name)) for name in BUILD_ORDER]
-
-
-@dataclass
-class Run:
-    """A plan being carried out, and its folder. What observers get to see.
-
-    Attributes:
-        plan, options: what was asked for.
-        ctx: the facts that stages were built with.
-        folder: the run folder (on every rank; only rank 0 writes to it).
-        stages: the built stages.
-        events: tells observers.
-        steps: steps of the whole run; the schedule is laid over them.
-        last_step: the step after which this start ends (differs from `steps` under `--max-steps`).
-        state: step, token counts and losses so far; part of every checkpoint.
-        ledger: where the time went.
-        doing: (stage, what it is doing), for the message when it fails.
-        resumed_from: step of the checkpoint that this start went on from, or None.
-        save_blocked_ms: how long each save kept training waiting.
-        row_tokens: the longest padded row so far, in tokens.
-        tokens_measured, seconds_measured: real tokens and wall time of the logged intervals of this start.
-        began: `time.perf_counter` at the start.
-    """
-
-    plan: Plan
-    options: RunOptions
-    ctx: Context
-    folder: RunFolder
-    stages: Stages
-    events: Events
-    steps: int
-    last_step: int
-    sink: Sink
-    ledger: Ledger
-    state: RunState = field(default_factory=RunState)
-    doing: tuple[StageName, str] = ("memory", "starting")
-    resumed_from: int | None = None
-    save_blocked_ms: list[float] = field(default_factory=list)
-    row_tokens: int = 0
-    tokens_measured: int = 0
-    seconds_measured: float = 0.0
-    began: float = field(default_factory=time.perf_counter)
-
-    @property
-    def train(self) -> TrainSection:
-        """The recipe's `train` section."""
-        return self.ctx.train
-
-    @property
-    def seed(self) -> int:
-        """The run's seed."""
-        return self.ctx.run.seed
-
-    @property
-    def console(self) -> Console:
-        """For lines to the person at the terminal."""
-        return self.ctx.console
-
-    @property
-    def path(self) -> Path:
-        """The run folder."""
-        return self.folder.path
-
-    @property
-    def parts(self) -> dict[str, Part]:
-        """Everything with state that belongs in a checkpoint."""
-        return {
-            "loop": self.state,
-            "data": self.stages.data,
-            "memory": self.stages.memory,
-            "comm": self.stages.comm,
-        }
 
 
 def run_plan(plan: Plan, options: RunOptions) -> int:
@@ -152,9 +37,6 @@ def run_plan(plan: Plan, options: RunOptions) -> int:
     Raises:
         TrainForgeError: the run cannot start (a `UserError`) or failed.
     """
-    from trainforge.ranks import Ranks, default_threads, device_note, pick_device
-    from trainforge.signals import StopSignals
-
     ranks = Ranks.from_environment()
     console = TerminalConsole(silent=ranks.rank != 0)
     device = pick_device(plan.recipe.run, ranks)
@@ -194,48 +76,6 @@ def run_plan(plan: Plan, options: RunOptions) -> int:
         return carry_out(run, lambda: stop.name is not None)
 
 
-def start(
-    plan: Plan, options: RunOptions, ctx: Context, folder: RunFolder, closing: contextlib.ExitStack
-) -> Run:
-    """Build every stage, check that the ranks agree, and resume from a checkpoint when there is one.
-
-    Args:
-        closing: closes the stages, in reverse, when it is closed.
-    """
-    recipe = effective_recipe(plan, ctx)
-    build_stages(plan, ctx, BUILD_ORDER[:1], closing)
-    _check_agreement(plan, ctx)
-    resume_step, resume_path = _find_checkpoint(ctx, folder, options)
-    if resume_path is not None and ctx.rank == 0:
-        folder.check_resumable(recipe, options.allow_change)
-    build_stages(plan, ctx, BUILD_ORDER[1:], closing)
-    stages = Stages(**{name: ctx.built[name] for name in BUILD_ORDER})
-    observers = [(chosen.plugin, _build(chosen, ctx, "observer")) for chosen in plan.observers]
-    if ctx.rank != 0:
-        observers = []
-    steps = _total_steps(ctx)
-    run = Run(
-        plan=plan,
-        options=options,
-        ctx=ctx,
-        folder=folder,
-        stages=stages,
-        events=Events(observers, ctx.console, strict=options.strict),
-        steps=steps,
-        last_step=steps,
-        sink=stages.comm.watch(stages.memory.gradients),
-        ledger=Ledger(ctx.device),
-    )
-    if resume_path is not None:
-        _resume(run, resume_step, resume_path)
-    run.last_step = min(steps, run.state.step + options.max_steps) if options.max_steps else steps
-    if ctx.rank == 0:
-        folder.write_recipe(recipe)
-        folder.write_json("plan.json", plan.as_dict())
-        folder.write_json("rows.json", stages.data.ledger())
-    return run
-
-
 def carry_out(run: Run, stop_requested: Callable[[], bool]) -> int:
     """Train, write the summary and tell observers how it ended."""
     if run.state.step >= run.steps:
@@ -245,48 +85,23 @@ def carry_out(run: Run, stop_requested: Callable[[], bool]) -> int:
         )
         return EXIT_DONE
     _start_report(run)
-    error: BaseException | None = None
-    status = "failed"
     try:
         run.events.run_started(run, run.plan)
         with blaming(run):
             status = train(run, stop_requested)
-        return EXIT_STOPPED if status == "stopped" else EXIT_DONE
-    except BaseException as caught:
-        error = caught
+            summary = summarise(run, status)
+    except BaseException as error:
+        _end(run, summarise(run, "failed", error), error)
         raise
-    finally:
-        # a failed rank must not wait in a collective for the others, so a failure is summarised without the digest
-        summary = summarise(run, status, error)
-        if run.ctx.rank == 0:
-            run.folder.write_json("summary.json", summary)
-        run.events.run_ended(run, error)
-        if error is None:
-            show_summary(run, summary)
+    _end(run, summary, None)
+    show_summary(run, summary)
+    return EXIT_STOPPED if status == "stopped" else EXIT_DONE
 
 
-def build_stages(
-    plan: Plan, ctx: Context, names: tuple[StageName, ...], closing: contextlib.ExitStack
-) -> None:
-    """Build stages in order into `ctx.built`; `closing` closes each, also after an error."""
-    for name in names:
-        chosen = plan.chosen[name]
-        ctx.built[name] = _build(chosen, ctx, name)
-        closing.callback(_close, ctx.built[name], chosen.plugin, ctx.console)
-
-
-def effective_recipe(plan: Plan, ctx: Context) -> dict[str, Any]:
-    """The recipe with every default filled in and the global batch that this run really uses."""
-    recipe: dict[str, Any] = plan.recipe.effective()
-    recipe["train"] = recipe["train"] | {"global_batch": ctx.batching.global_batch}
-    return recipe
-
-
-def cache_dir() -> Path:
-    """Where derived data (tokenised text) is kept between runs: $XDG_CACHE_HOME/trainforge or ~/.cache/trainforge."""
-    import os
-
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainforge"
+def _end(run: Run, summary: dict[str, Any], error: BaseException | None) -> None:
+    if run.ctx.rank == 0:
+        run.folder.write_json("summary.json", summary)
+    run.events.run_ended(run, error)
 
 
 @contextlib.contextmanager
@@ -305,97 +120,9 @@ def blaming(run: Run) -> Iterator[None]:
         raise ProviderError(run.plan.chosen[stage].plugin, stage, doing, error) from error
 
 
-def _build(chosen: Any, ctx: Context, stage: str) -> Any:
-    ctx.plugin = chosen.plugin
-    try:
-        return chosen.provider.build(ctx, _config(chosen, ctx))
-    except TrainForgeError:
-        raise
-    except Exception as error:
-        raise ProviderError(chosen.plugin, stage, "starting", error) from error
-
-
-def _config(chosen: Any, ctx: Context) -> Any:
-    return chosen.config
-
-
-def _close(stage: Stage, plugin: str, console: Console) -> None:
-    try:
-        stage.close()
-    except Exception as error:  # every stage must be closed, so one failure is only told
-        console.warn(f"{plugin} failed while closing: {type(error).__name__}: {error}")
-
-
 def _saved_global_batch(saved: dict[str, Any] | None) -> int | None:
     value = (saved or {}).get("train", {}).get("global_batch")
     return value if isinstance(value, int) else None
-
-
-def _check_agreement(plan: Plan, ctx: Context) -> None:
-    """Every rank must carry out the same plan: compared before the first collective of training.
-
-    Raises:
-        RanksError: they differ.
-    """
-    hashes = ctx.comm.gather(plan.hash)
-    different = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
-    if different:
-        raise RanksError(
-            f"rank {different[0]} has another plan than rank 0: give every rank the same recipe, plugins and versions"
-        )
-
-
-def _find_checkpoint(ctx: Context, folder: RunFolder, options: RunOptions) -> tuple[int, Path | None]:
-    """The checkpoint to resume from: rank 0 looks, the others follow."""
-    found: CheckpointInfo | None = None
-    if ctx.rank == 0:
-        existing = list_checkpoints(folder.checkpoints)
-        found = existing[-1] if existing else None
-        if options.resume is not None:
-            found = next((info for info in existing if info.step == options.resume), None)
-            if found is None:
-                kept = ", ".join(str(info.step) for info in existing) or "none"
-                raise ConfigError(
-                    f"--resume {options.resume}: no checkpoint of that step in {folder.path}; kept: {kept}"
-                )
-    step, path = ctx.comm.gather([found.step, str(found.path)] if found else [0, None])[0]
-    return step, Path(path) if path else None
-
-
-def _total_steps(ctx: Context) -> int:
-    if ctx.train.steps is not None:
-        return ctx.train.steps
-    assert ctx.train.epochs is not None, "TrainSection demands one of steps and epochs"
-    return max(1, math.ceil(ctx.train.epochs * ctx.data.steps_per_epoch))
-
-
-def _resume(run: Run, step: int, path: Path) -> None:
-    """Fill every part from the checkpoint, read by the plugin that wrote it."""
-    reader = reader_of(run, path)
-    began = time.perf_counter()
-    try:
-        reader.restore(run.parts, path)
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint {path} cannot be read: {error}") from error
-    assert run.state.step == step, "a checkpoint's folder name says its step"
-    run.resumed_from = step
-    run.console.note(
-        f"resumed from step {step} of {run.steps} in {format_seconds(time.perf_counter() - began)}: {path}"
-    )
-
-
-def reader_of(run: Run, path: Path) -> Checkpoint:
-    """The checkpoint stage that can read `path`: the chosen one, or one built from the plugin that wrote it."""
-    from trainforge.checkpoints import read_writer
-    from trainforge.discovery import load_provider
-
-    writer = read_writer(path)
-    if writer == run.plan.chosen["checkpoint"].plugin:
-        return run.stages.checkpoint
-    provider = load_provider(writer, "checkpoint")
-    run.ctx.plugin = writer
-    reader: Checkpoint = provider.build(run.ctx, provider.config())
-    return reader
 
 
 def _start_report(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from trainforge.digest import weights_digest
@@ -10,20 +11,19 @@ from trainforge.seeding import preserved
 from trainforge.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from trainforge.runner import Run
+    from trainforge.live import Run
 
 _SAMPLE_TOKENS = 200
 
 
-def summarise(run: Run, status: str, error: BaseException | None) -> dict[str, Any]:
+def summarise(run: Run, status: str, error: BaseException | None = None) -> dict[str, Any]:
     """What summary.json holds. Every rank calls it (the digest gathers sharded weights), rank 0 writes it.
 
     Args:
         status: `finished`, `max_steps` (stopped early as asked), `stopped` (by a signal, after saving) or `failed`.
-        error: what ended a failed run; then there is no digest, since other ranks may be gone.
+        error: what ended a failed run. Then there is no digest: it takes a collective, and a failed rank must not
+            wait in one for ranks that are gone.
     """
-    import time
-
     state = run.state
     return {
         "status": status,

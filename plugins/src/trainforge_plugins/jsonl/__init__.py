@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from trainforge.context import Context
     from trainforge.planning import Plan
-    from trainforge.runner import Run
+    from trainforge.live import Run
 
 
 class JsonlSection(Section):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainforge.planning import Plan
-    from trainforge.runner import Run
+    from trainforge.live import Run
 
 _SHOWN_SHARE = 0.02
 

@@ -1,0 +1,126 @@
+"""Putting a run together: builds the stages of a plan in order and closes them in reverse."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainforge.errors import ProviderError, RanksError, TrainForgeError
+from trainforge.events import Events
+from trainforge.ledger import Ledger
+from trainforge.live import BUILD_ORDER, Run, Stages
+from trainforge.resuming import find_checkpoint, resume
+
+if TYPE_CHECKING:
+    from trainforge.context import Console, Context
+    from trainforge.options import RunOptions
+    from trainforge.planning import Plan
+    from trainforge.provider import StageName
+    from trainforge.runfolder import RunFolder
+    from trainforge.selection import Chosen
+    from trainforge.stages import Stage
+
+
+def start(
+    plan: Plan, options: RunOptions, ctx: Context, folder: RunFolder, closing: contextlib.ExitStack
+) -> Run:
+    """Build every stage, check that the ranks agree, and resume from a checkpoint when there is one.
+
+    Args:
+        closing: closes the stages, in reverse, when it is closed.
+    """
+    recipe = effective_recipe(plan, ctx)
+    build_stages(plan, ctx, BUILD_ORDER[:1], closing)
+    _check_agreement(plan, ctx)
+    resume_step, resume_path = find_checkpoint(ctx, folder, options)
+    if resume_path is not None and ctx.rank == 0:
+        folder.check_resumable(recipe, options.allow_change)
+    build_stages(plan, ctx, BUILD_ORDER[1:], closing)
+    stages = Stages(**{name: ctx.built[name] for name in BUILD_ORDER})
+    observers = [(chosen.plugin, _build(chosen, ctx, "observer")) for chosen in plan.observers]
+    if ctx.rank != 0:
+        observers = []
+    steps = _total_steps(ctx)
+    run = Run(
+        plan=plan,
+        options=options,
+        ctx=ctx,
+        folder=folder,
+        stages=stages,
+        events=Events(observers, ctx.console, strict=options.strict),
+        steps=steps,
+        last_step=steps,
+        sink=stages.comm.watch(stages.memory.gradients),
+        ledger=Ledger(ctx.device),
+    )
+    if resume_path is not None:
+        resume(run, resume_step, resume_path)
+    run.last_step = min(steps, run.state.step + options.max_steps) if options.max_steps else steps
+    if ctx.rank == 0:
+        folder.write_recipe(recipe)
+        folder.write_json("plan.json", plan.as_dict())
+        folder.write_json("rows.json", stages.data.ledger())
+    return run
+
+
+def build_stages(
+    plan: Plan, ctx: Context, names: tuple[StageName, ...], closing: contextlib.ExitStack
+) -> None:
+    """Build stages in order into `ctx.built`; `closing` closes each, also after an error."""
+    for name in names:
+        chosen = plan.chosen[name]
+        ctx.built[name] = _build(chosen, ctx, name)
+        closing.callback(_close, ctx.built[name], chosen.plugin, ctx.console)
+
+
+def effective_recipe(plan: Plan, ctx: Context) -> dict[str, Any]:
+    """The recipe with every default filled in and the global batch that this run really uses."""
+    recipe: dict[str, Any] = plan.recipe.effective()
+    recipe["train"] = recipe["train"] | {"global_batch": ctx.batching.global_batch}
+    return recipe
+
+
+def cache_dir() -> Path:
+    """Where derived data (tokenised text) is kept between runs: $XDG_CACHE_HOME/trainforge or ~/.cache/trainforge."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainforge"
+
+
+def _build(chosen: Chosen, ctx: Context, stage: str) -> Any:
+    ctx.plugin = chosen.plugin
+    try:
+        return chosen.provider.build(ctx, chosen.config)
+    except TrainForgeError:
+        raise
+    except Exception as error:
+        raise ProviderError(chosen.plugin, stage, "starting", error) from error
+
+
+def _close(stage: Stage, plugin: str, console: Console) -> None:
+    try:
+        stage.close()
+    except Exception as error:  # every stage must be closed, so one failure is only told
+        console.warn(f"{plugin} failed while closing: {type(error).__name__}: {error}")
+
+
+def _check_agreement(plan: Plan, ctx: Context) -> None:
+    """Every rank must carry out the same plan: compared before the first collective of training.
+
+    Raises:
+        RanksError: they differ.
+    """
+    hashes = ctx.comm.gather(plan.hash)
+    different = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
+    if different:
+        raise RanksError(
+            f"rank {different[0]} has another plan than rank 0: give every rank the same recipe, plugins and versions"
+        )
+
+
+def _total_steps(ctx: Context) -> int:
+    if ctx.train.steps is not None:
+        return ctx.train.steps
+    assert ctx.train.epochs is not None, "TrainSection demands one of steps and epochs"
+    return max(1, math.ceil(ctx.train.epochs * ctx.data.steps_per_epoch))
