@@ -59,7 +59,10 @@ def test_slurm():
 
 def test_slurm_takes_the_users_address_and_falls_back_to_srun():
     given_address = SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "77"}
-    assert (Ranks.from_environment(given_address).master_addr, Ranks.from_environment(given_address).master_port) == (
+    assert (
+        Ranks.from_environment(given_address).master_addr,
+        Ranks.from_environment(given_address).master_port,
+    ) == (
         "head",
         77,
     )
@@ -125,7 +128,9 @@ def cards(monkeypatch: pytest.MonkeyPatch):
     def pretend(count: int) -> None:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda") if count else None)
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda: torch.device("cuda") if count else None
+        )
 
     return pretend
 

@@ -116,7 +116,8 @@ class _Agent:
 
         for name in ("torch.distributed", "torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        local = "127.0.0.1" if self._nnodes == 1 else None  # a name look-up can take seconds without a network
+        # On one host no name is looked up: that can take seconds without a network.
+        local = "127.0.0.1" if self._nnodes == 1 else None
         meeting = get_rendezvous_handler(
             RendezvousParameters(
                 backend="c10d",
@@ -138,7 +139,7 @@ class _Agent:
             monitor_interval=0.1,
             local_addr=local,
         )
-        to_files = {rank: Std.ALL for rank in range(1, self._nproc)}
+        to_files = dict.fromkeys(range(1, self._nproc), Std.ALL)
         logs = DefaultLogsSpecs(log_dir=str(self._logs), redirects=to_files or Std.NONE)
         return LocalElasticAgent(spec=spec, logs_specs=logs), meeting
 
@@ -203,10 +204,13 @@ class _Watch:
         self._deadline = (time.monotonic() + seconds, why)
 
     def _one_has_failed(self, pids: dict[int, int]) -> bool:
+        ended = [
+            rank for rank, pid in pids.items() if _has_ended(pid)
+        ]  # before the reports, which come first
         reports = read_reports(self.reports)
         if any(report.exit_code not in (0, STOPPED) for report in reports.values()):
             return True
-        return any(rank not in reports and _has_ended(pid) for rank, pid in pids.items())
+        return any(rank not in reports for rank in ended)
 
 
 def _say_how_it_ended(watch: _Watch, agent: _Agent, reports: dict[int, RankReport], logs: Path) -> int:
@@ -291,7 +295,9 @@ def _rendezvous_address(nnodes: int, node_rank: int, rdzv: str | None) -> tuple[
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(f"--rdzv is {rdzv!r}; it must be HOST:PORT")
     if node_rank == 0 and not _can_bind(int(port)):
-        raise UserError(f"port {port} of --rdzv {rdzv} is busy on this host: end what uses it or choose another port")
+        raise UserError(
+            f"port {port} of --rdzv {rdzv} is busy on this host: end what uses it or choose another port"
+        )
     return host, int(port)
 
 

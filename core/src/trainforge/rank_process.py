@@ -109,7 +109,9 @@ def _run(arguments: list[str]) -> int:
             return 1
         return end.code or 0
     except KeyboardInterrupt as error:
-        report_error(error, "stopped at once by a second Ctrl-C; nothing was saved since the last checkpoint", 1)
+        report_error(
+            error, "stopped at once by a second Ctrl-C; nothing was saved since the last checkpoint", 1
+        )
         return 1
     except BaseException as error:
         report_error(error, _own_traceback(error), 1)
@@ -120,7 +122,11 @@ def _run(arguments: list[str]) -> int:
 def _own_traceback(error: BaseException) -> str:
     """The traceback without the frames of this file and of runpy, which say nothing about the error."""
     inner = error.__traceback__
-    while inner is not None and inner.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    while inner is not None and inner.tb_frame.f_code.co_filename in (
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+    ):
         inner = inner.tb_next
     return "".join(traceback.format_exception(type(error), error, inner or error.__traceback__))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from trainforge.errors import ConfigError, UserError
+from trainforge.rank_process import started_by_launcher
 
 if TYPE_CHECKING:
     import torch
@@ -104,15 +105,15 @@ def default_threads(run: RunSection, ranks: Ranks) -> int:
     """Set PyTorch's CPU threads to this rank's share of the cores and return it.
 
     The share is the affinity mask divided by the ranks of this host, so that the sum is never above the cores;
-    `run.threads`, or an OMP_NUM_THREADS of the user's own, lowers it. torchrun sets OMP_NUM_THREADS=1 for everybody,
-    which would leave host-side work on one thread: under torchrun that variable is not taken as a wish.
+    `run.threads`, or an OMP_NUM_THREADS of the user's own, lowers it. The torchrun command sets OMP_NUM_THREADS=1 for
+    everybody, which would leave host-side work on one thread: there that variable is not taken as a wish.
     """
     import torch
 
     threads = _share_of_cores(ranks)
     if run.threads is not None:
         threads = min(threads, run.threads)
-    elif ranks.launcher != "torchrun":
+    elif ranks.launcher != "torchrun" or started_by_launcher():
         wish = os.environ.get("OMP_NUM_THREADS", "")
         threads = min(threads, int(wish)) if wish.isdigit() and int(wish) > 0 else threads
     torch.set_num_threads(threads)
@@ -146,7 +147,9 @@ def _cards() -> tuple[str, int]:
 def _what_exists() -> str:
     kind, count = _cards()
     cards = ", ".join(f"{kind}:{index}" for index in range(count))
-    return f"this host has {cards} and the CPU" if cards else "this host has only the CPU (as PyTorch sees it)"
+    return (
+        f"this host has {cards} and the CPU" if cards else "this host has only the CPU (as PyTorch sees it)"
+    )
 
 
 def _card_index(run: RunSection, ranks: Ranks, index: int | None, count: int) -> int:
@@ -198,7 +201,9 @@ def _from_torchrun(env: Mapping[str, str]) -> Ranks:
 def _from_slurm(env: Mapping[str, str]) -> Ranks:
     missing = [name for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID") if not env.get(name)]
     if missing:
-        raise UserError(f"{', '.join(missing)} missing in a Slurm step of {_tasks(env)} tasks: start it with srun")
+        raise UserError(
+            f"{', '.join(missing)} missing in a Slurm step of {_tasks(env)} tasks: start it with srun"
+        )
     address = env.get("MASTER_ADDR") or _first_host(env)
     if not address:
         raise UserError("Slurm says no node list: set MASTER_ADDR to the host of task 0")
@@ -224,11 +229,15 @@ def _slurm_local_world(env: Mapping[str, str]) -> int:
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match is None:
-            raise UserError(f"SLURM_STEP_TASKS_PER_NODE is {text!r}, not a list such as 2(x3),1: start with srun")
+            raise UserError(
+                f"SLURM_STEP_TASKS_PER_NODE is {text!r}, not a list such as 2(x3),1: start with srun"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     node = _number(env, "SLURM_NODEID") if env.get("SLURM_NODEID") else 0
     if node >= len(counts):
-        raise UserError(f"SLURM_NODEID is {node}, but tasks are listed for {len(counts)} nodes: start with srun")
+        raise UserError(
+            f"SLURM_NODEID is {node}, but tasks are listed for {len(counts)} nodes: start with srun"
+        )
     return counts[node]
 
 
