@@ -48,6 +48,11 @@ class Extent:
         """Whether this span is the whole parameter."""
         return self.offset == 0 and self.length == _elements(self.global_shape)
 
+    @property
+    def number(self) -> Extent:
+        """The extent of a single number that belongs to this parameter (its count of steps): 0-dim, never split."""
+        return Extent(self.name, (), 0, 1, self.group)
+
 
 @dataclass(frozen=True)
 class ParameterSpec:
@@ -174,7 +179,10 @@ means that they are ordered on the stream that is current at the call."""
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One tensor of optimizer state for a parameter. `per_element` False means a single number per extent."""
+    """One tensor of optimizer state for a parameter.
+
+    `per_element` False means a single number, the same for every extent of the parameter.
+    """
 
     per_element: bool = True
     dtype: str = "float32"
@@ -225,7 +233,11 @@ UpdateFunction = Callable[[Sequence[Slot]], None]
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor of a part's state. `key` says what it is (`"master"`, `"exp_avg"`); (key, extent.name) is global."""
+    """A tensor of a part's state. `key` says what it is (`"master"`, `"exp_avg"`); (key, extent.name) is global.
+
+    `tensor` has `extent.length` elements. A single number of optimizer state has the extent `extent.number`: every
+    rank that holds a shard gives the same one, so that another layout can read it.
+    """
 
     key: str
     extent: Extent

@@ -78,7 +78,6 @@ class ReferenceCheckpoint(Checkpoint):
             "offset": named.extent.offset,
             "length": named.extent.length,
             "dtype": str(named.tensor.dtype).removeprefix("torch."),
-            "scalar": named.tensor.dim() == 0,
             "start": start,
             "bytes": len(content),
             "sha256": hashlib.sha256(content).hexdigest(),
@@ -151,28 +150,26 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def _fill(target: NamedTensor, saved: list[tuple[Path, dict[str, Any]]], part: str) -> None:
-    """Copy every overlap. A single number per extent is taken from any extent that overlaps."""
-    extent, missing = target.extent, target.extent.length
+    """Copy every overlap of saved extents with the target's."""
+    extent, covered = target.extent, torch.zeros(target.extent.length, dtype=torch.bool)
+    found = False
     for file, entry in saved:
         if (entry["key"], entry["name"]) != (target.key, extent.name):
             continue
         if tuple(entry["global_shape"]) != extent.global_shape:
             shapes = f"{entry['global_shape']} in the checkpoint and {list(extent.global_shape)} here"
             raise CheckpointError(f"{part}: {target.key} of {extent.name} is {shapes}")
+        found = True
         first = max(extent.offset, entry["offset"])
         last = min(extent.offset + extent.length, entry["offset"] + entry["length"])
         if first >= last:
             continue
         content = bytearray(file.read_bytes()[entry["start"] : entry["start"] + entry["bytes"]])
         values = torch.frombuffer(content, dtype=getattr(torch, entry["dtype"]))
-        if entry["scalar"]:
-            target.tensor.copy_(values[0])
-            return
-        target.tensor[first - extent.offset : last - extent.offset].copy_(
-            values[first - entry["offset"] : last - entry["offset"]]
-        )
-        missing -= last - first
-    if missing:
+        here = slice(first - extent.offset, last - extent.offset)
+        target.tensor.detach().view(-1)[here] = values[first - entry["offset"] : last - entry["offset"]]
+        covered[here] = True
+    if not found or not covered.all():
         raise CheckpointError(f"{part}: the checkpoint lacks {target.key} of {extent.name}")
 
 

@@ -141,7 +141,9 @@ class ReferenceMemory(Memory):
     def state(self) -> PartState:
         """Masters and optimizer state."""
         tensors = [NamedTensor("master", slot.extent, slot.master) for slot in self._slots]
-        tensors += [NamedTensor(key, slot.extent, t) for slot in self._slots for key, t in slot.state.items()]
+        for slot in self._slots:
+            for key, tensor in slot.state.items():
+                tensors.append(NamedTensor(key, slot.extent if tensor.dim() else slot.extent.number, tensor))
         return PartState(tensors=tuple(tensors))
 
     def load(self, version: int, data: dict[str, Any]) -> None:

@@ -127,7 +127,7 @@ class PluginConformance:
         """The section is frozen, and a key that it does not know is an error."""
         for stage, provider in providers_of(load_plugin(self.plugin)).items():
             section = provider.config
-            assert isinstance(section, type) and issubclass(section, Section), (
+            assert issubclass(section, Section), (
                 f"the config of the {stage} provider must be a subclass of trainforge.provider.Section"
             )
             assert section.model_config.get("extra") == "forbid", (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,7 +46,7 @@ class OptimizerConformance(PluginConformance):
             master = torch.randn(spec.elements, generator=generator)
             grad = torch.randn(spec.elements, generator=generator)
             cuts = [spec.elements * i // parts for i in range(parts + 1)]
-            for first, last in zip(cuts, cuts[1:], strict=False):
+            for first, last in pairwise(cuts):
                 extent = Extent(spec.name, spec.shape, first, last - first)
                 state = {k: self._zeros(s, extent) for k, s in optimizer.state(spec).items()}
                 span = slice(first, last)
@@ -147,8 +148,7 @@ class OptimizerConformance(PluginConformance):
                         f"{slot.extent.name} decayed, although train.decay_exclude = {list(exclude)} names it"
                     )
                 else:
-                    shrunk = (slot.master.abs() <= before[name].abs()).all()
-                    assert shrunk and not torch.equal(slot.master, before[name]), (
+                    assert (slot.master.abs() < before[name].abs()).all(), (
                         f"{slot.extent.name} did not shrink under train.weight_decay = 0.5 and a zero gradient"
                     )
 
