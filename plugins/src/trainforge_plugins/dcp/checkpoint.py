@@ -1,0 +1,291 @@
+"""`DcpCheckpoint`: the stage. Agrees with the other ranks, takes the snapshot, and lets the rest go on behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from trainforge.errors import CheckpointError
+from trainforge.stages import Checkpoint, CheckpointInfo, Comm, Part, PartState
+from trainforge_plugins.dcp import folders, manifest
+from trainforge_plugins.dcp.layout import Chunk, Held, Row, held_tensors, plan_chunks
+from trainforge_plugins.dcp.manifest import Manifest, elements
+from trainforge_plugins.dcp.reading import load_spans
+from trainforge_plugins.dcp.saving import Save
+from trainforge_plugins.dcp.staging import Staging
+
+if TYPE_CHECKING:
+    from trainforge.context import Context
+    from trainforge_plugins.dcp import DcpSection
+
+_VISIBLE_S = 10.0
+
+
+@dataclass
+class _Prepared:
+    """What a rank brings to the agreement about a save."""
+
+    save_id: str = ""
+    table: list[Row] = field(default_factory=list)
+    held: dict[str, list[Held]] = field(default_factory=dict)
+    plain: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)
+    temporary: Path | None = None
+    lock: int = -1
+
+    def abandon(self) -> None:
+        """Take back what was made for a save that does not take place."""
+        if self.lock >= 0:
+            os.close(self.lock)
+        if self.temporary is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+class DcpCheckpoint(Checkpoint):
+    """Checkpoints in `run_dir/checkpoints`, which all ranks must see (one host, or a shared file system).
+
+    Every rank calls `save` and `restore` together. What ranks must agree on is gathered on the caller's thread; the
+    background thread uses no collective. A save that fails on one rank fails on all of them.
+    """
+
+    def __init__(self, ctx: Context, config: DcpSection) -> None:
+        self._config = config
+        self._plugin, self._keep = ctx.plugin, ctx.train.keep
+        self._rank, self._world = ctx.rank, ctx.world
+        self._comm: Comm = ctx.built.get("comm") or Comm()
+        self._folder = ctx.run_dir / "checkpoints"
+        self._staging = Staging(ctx.device)
+        self._layouts: list[str] = []
+        self._chunks: list[Chunk] = []
+        self._sound: set[Path] = set()
+        self._committed: deque[CheckpointInfo] = deque()  # filled by the background thread
+        self._metrics: dict[str, float] = {}
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._closing = threading.Event()
+        if ctx.rank == 0:
+            unfinished = folders.clean(self._folder)
+            if unfinished:
+                ctx.console.note(f"removed what {unfinished} unfinished save(s) had left in {self._folder}")
+
+    def save(self, step: int, parts: Mapping[str, Part]) -> None:
+        """Snapshot the parts and write them; with `background`, the writing goes on after it has returned."""
+        began = time.perf_counter()
+        prepared, error = _Prepared(), self._settle()
+        try:
+            if error is None:
+                self._prepare(step, parts, prepared)
+        except CheckpointError as problem:
+            error = problem
+        except OSError as problem:
+            error = folders.disk_error(problem, self._folder, 0)
+        try:
+            save_id = self._agree(step, prepared, error)
+            save = Save(
+                step=step,
+                save_id=save_id,
+                writer=self._plugin,
+                folder=self._folder,
+                rank=self._rank,
+                world=self._world,
+                chunks=self._chunks,
+                parts=prepared.plain,
+                verify=self._config.verify,
+                timeout=self._config.timeout,
+                closing=self._closing,
+            )
+            save.copies = self._staging.snapshot(save.chunks_of(self._rank), prepared.held)
+        except BaseException:
+            prepared.abandon()
+            raise
+        self._start(save, prepared.lock, began)
+
+    def wait(self) -> None:
+        """Wait until the save in flight is committed.
+
+        Raises:
+            CheckpointError: it could not be written, here or on another rank.
+        """
+        error = self._settle()
+        if error is not None:
+            raise error
+
+    def committed(self) -> list[CheckpointInfo]:
+        """The checkpoints committed since the last call; raises what went wrong with one that has ended."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+        return [self._committed.popleft() for _ in range(len(self._committed))]
+
+    def restore(self, parts: Mapping[str, Part], path: Path) -> None:
+        """Fill the parts from the checkpoint at `path`, however many ranks wrote it.
+
+        Raises:
+            CheckpointError: something is missing, damaged or of another shape, on this rank or another. The parts
+                may then be filled in part.
+        """
+        error, stored = None, None
+        try:
+            stored = manifest.read_manifest(path)
+            states = {name: part.state() for name, part in parts.items()}
+            _check_wanted(path, stored, states)
+            load_spans(path, stored, held_tensors(states)[1])
+        except CheckpointError as problem:
+            error = problem
+        self._raise_together(error, self._comm.gather(None if error is None else str(error)))
+        assert stored is not None, "without an error there is a manifest"
+        self._sound.add(path.resolve())
+        for name, part in parts.items():
+            part.load(stored.parts[name].version, stored.parts[name].data)
+
+    def verify(self, path: Path) -> list[str]:
+        """Compare every byte of the checkpoint with its checksums; a sentence for each problem."""
+        return manifest.verify(path)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last save: how long training was blocked, how long until it was durable, its size."""
+        return dict(self._metrics)
+
+    def close(self) -> None:
+        """Wait for the save in flight, not long for other ranks; raises what went wrong and was not yet told."""
+        self._closing.set()
+        try:
+            self.wait()
+        finally:
+            self._staging.close()
+
+    def _prepare(self, step: int, parts: Mapping[str, Part], prepared: _Prepared) -> None:
+        states = {name: part.state() for name, part in parts.items()}
+        prepared.plain = _plain_copies(states)
+        prepared.table, prepared.held = held_tensors(states)
+        if self._rank == 0:
+            prepared.save_id = secrets.token_hex(8)
+            path = folders.temporary_folder(self._folder, step, prepared.save_id)
+            prepared.lock = folders.create_locked(path)
+            prepared.temporary = path
+
+    def _agree(self, step: int, prepared: _Prepared, error: Exception | None) -> str:
+        """Agree with the other ranks on the save's id and on who writes what; gives the id."""
+        layout = xxhash.xxh3_128_hexdigest(json.dumps(prepared.table).encode())
+        ranks = self._comm.gather([None if error is None else str(error), prepared.save_id, layout])
+        self._raise_together(error, [problem for problem, _, _ in ranks])
+        save_id, layouts = ranks[0][1], [layout for _, _, layout in ranks]
+        if layouts != self._layouts:
+            sees = _appears(folders.temporary_folder(self._folder, step, save_id))
+            tables = self._comm.gather([sees, prepared.table])
+            for rank, (seen, _) in enumerate(tables):
+                if not seen:
+                    raise CheckpointError(
+                        f"rank {rank} does not see {self._folder}: put the run folder on a file system that all ranks "
+                        "share (--run-dir)"
+                    )
+            self._chunks = plan_chunks([table for _, table in tables])
+            self._layouts = layouts
+        return str(save_id)
+
+    def _raise_together(self, error: Exception | None, problems: Sequence[str | None]) -> None:
+        if error is not None:
+            raise error
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise CheckpointError(f"rank {rank}: {problem}")
+
+    def _start(self, save: Save, lock: int, began: float) -> None:
+        thread = threading.Thread(
+            target=self._finish, args=(save, lock, began), name=f"checkpoint of step {save.step}", daemon=True
+        )
+        thread.start()
+        self._thread = thread
+        if not self._config.background:
+            self.wait()
+        self._metrics["blocked_ms"] = (time.perf_counter() - began) * 1000
+
+    def _finish(self, save: Save, lock: int, began: float) -> None:
+        """What the background thread does. Errors wait for the caller's next call."""
+        try:
+            info = save.run()
+            self._metrics |= {"durable_ms": (time.perf_counter() - began) * 1000, "bytes": float(info.bytes)}
+            self._sound.add(info.path.resolve())
+            self._committed.append(info)
+            if self._rank == 0:
+                folders.prune(self._folder, self._keep, info.path, self._plugin, self._is_sound)
+        except Exception as error:
+            self._error = error
+        finally:
+            if lock >= 0:
+                os.close(lock)
+
+    def _is_sound(self, path: Path) -> bool:
+        """Whether a checkpoint may count as kept. Those of an earlier process are verified once."""
+        if path.resolve() not in self._sound and not manifest.verify(path):
+            self._sound.add(path.resolve())
+        return path.resolve() in self._sound
+
+    def _settle(self) -> Exception | None:
+        """Wait for the save in flight; gives what went wrong, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        return error
+
+
+def _plain_copies(states: Mapping[str, PartState]) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Copies of the parts' plain data, by way of JSON."""
+    copies = {}
+    for name, state in states.items():
+        try:
+            copies[name] = (state.version, json.loads(json.dumps(state.data)))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"the plain data of {name} cannot be saved as JSON: {error}") from error
+    return copies
+
+
+def _check_wanted(path: Path, stored: Manifest, states: Mapping[str, PartState]) -> None:
+    """Whether all that the parts ask for is stored, in the same shape."""
+    for part, state in states.items():
+        if part not in stored.parts:
+            raise CheckpointError(
+                f"the checkpoint {path} has no part {part}; it has {', '.join(sorted(stored.parts))}"
+            )
+        entries = {(entry.key, entry.name): entry for entry in stored.parts[part].tensors}
+        for named in state.tensors:
+            extent, label = named.extent, f"{part}/{named.key}/{named.extent.name}"
+            entry = entries.get((named.key, extent.name))
+            if entry is None:
+                raise CheckpointError(f"the checkpoint {path} has no tensor {label}")
+            if entry.shape != tuple(extent.global_shape):
+                raise CheckpointError(
+                    f"{label} has shape {list(entry.shape)} in the checkpoint {path} and "
+                    f"{list(extent.global_shape)} in this run"
+                )
+            dtype = str(named.tensor.dtype).removeprefix("torch.")
+            if entry.dtype != dtype:
+                raise CheckpointError(
+                    f"{label} is {entry.dtype} in the checkpoint {path} and {dtype} in this run"
+                )
+            if not 0 <= extent.offset <= extent.offset + extent.length <= elements(entry.shape):
+                raise CheckpointError(
+                    f"{label} has no elements {extent.offset} to {extent.offset + extent.length}"
+                )
+            if manifest.covered(entry) != elements(entry.shape):
+                raise CheckpointError(f"the checkpoint {path} does not say where all of {label} lies")
+
+
+def _appears(path: Path) -> bool:
+    """Whether a folder that another rank has just made can be seen; network file systems take a moment."""
+    deadline = time.monotonic() + _VISIBLE_S
+    while not path.is_dir():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

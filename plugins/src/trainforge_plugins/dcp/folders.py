@@ -1,0 +1,158 @@
+"""The folder of checkpoints: committing by rename, pruning, leftovers, and what to say when the disk refuses.
+
+step-00000012                  committed
+.tmp-step-00000012-SAVEID      being written; its folder is locked (flock) for as long as rank 0 lives
+.old-step-00000012             a checkpoint of the same step, until the one that replaces it has its name
+.trash-step-00000012-SAVEID    pruned, being deleted
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from trainforge.errors import CheckpointError
+from trainforge.stages import checkpoint_name, is_checkpoint_name
+from trainforge.units import format_bytes
+from trainforge_plugins.dcp.manifest import NAME
+
+_TEMPORARY, _REPLACED, _TRASH = ".tmp-", ".old-", ".trash-"
+
+
+def temporary_folder(folder: Path, step: int, save_id: str) -> Path:
+    """Where a save is written until it is committed."""
+    return folder / f"{_TEMPORARY}{checkpoint_name(step)}-{save_id}"
+
+
+def create_locked(path: Path) -> int:
+    """Make a temporary folder and lock it; the file descriptor, when closed, gives the lock back."""
+    path.mkdir(parents=True)
+    lock = os.open(path, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
+
+
+def commit(temporary: Path, final: Path) -> None:
+    """Give a finished folder its name. A checkpoint of the same step makes way, and comes back if this is cut short."""
+    fsync_folder(temporary)
+    replaced = final.with_name(_REPLACED + final.name)
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    fsync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def prune(folder: Path, keep: int, latest: Path, writer: str, is_sound: Callable[[Path], bool]) -> None:
+    """Delete checkpoints until `keep` sound ones remain: `latest`, and those saved last before it.
+
+    Checkpoints of other plugins are left alone. A damaged one does not count and goes with those older than it.
+    """
+    candidates = []
+    for path in folder.iterdir():
+        if is_checkpoint_name(path.name) is not None and path != latest:
+            written_by, saved_at = _writer_and_time(path)
+            if written_by in (writer, None):
+                candidates.append((saved_at, path))
+    kept = 1
+    for _, path in sorted(candidates, reverse=True):
+        if kept >= keep:
+            discard(path, latest.name)
+        elif is_sound(path):
+            kept += 1
+
+
+def discard(path: Path, reason: str) -> None:
+    """Delete a checkpoint; its name goes first, so that no folder of that name is ever incomplete."""
+    trash = path.with_name(f"{_TRASH}{path.name}-{os.getpid()}-{reason}")
+    path.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def clean(folder: Path) -> int:
+    """Remove what saves and prunings that were cut short have left; gives the number of unfinished saves.
+
+    A folder that a living process is writing to is left alone.
+    """
+    unfinished = 0
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name.startswith(_TEMPORARY) and not _in_use(path):
+            shutil.rmtree(path, ignore_errors=True)
+            unfinished += 1
+        elif path.name.startswith(_TRASH):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name.startswith(_REPLACED):
+            final = path.with_name(path.name.removeprefix(_REPLACED))
+            if final.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.rename(final)
+    return unfinished
+
+
+def fsync_folder(path: Path) -> None:
+    """Bring the folder's list of names to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def forget_cached(path: Path) -> None:
+    """Drop a file from the page cache, so that the next read comes from the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def disk_error(error: OSError, folder: Path, needed: int) -> CheckpointError:
+    """What a person should read when the disk refuses a save of `needed` bytes."""
+    intact = "earlier checkpoints are intact"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = format_bytes(_free_bytes(folder))
+        text = (
+            f"no room for a checkpoint in {folder}: it needs {format_bytes(needed)} and {free} are free; make room, "
+            f"or keep fewer with train.keep ({intact})"
+        )
+    else:
+        text = f"the checkpoint cannot be written to {folder}: {error.strerror or error}; {intact}"
+    failure = CheckpointError(text)
+    failure.__cause__ = error
+    return failure
+
+
+def _free_bytes(folder: Path) -> int:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _in_use(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _writer_and_time(path: Path) -> tuple[str | None, float]:
+    """Who wrote a checkpoint (None when that cannot be read) and when."""
+    try:
+        document = json.loads((path / NAME).read_bytes())
+        return str(document["writer"]), float(document["saved_at"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None, path.stat().st_mtime

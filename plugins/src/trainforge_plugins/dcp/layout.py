@@ -1,0 +1,162 @@
+"""Who writes which span: every element of the state once, the work spread over the ranks.
+
+Each rank lists the extents it holds (its table). From all tables together, every rank works out the same plan:
+where extents of several ranks overlap, the span goes to the holder with the least to write so far. Large spans are
+cut, so that one big embedding is shared out too and a reader needs little memory for checking checksums.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from trainforge.errors import CheckpointError
+from trainforge_plugins.dcp.manifest import elements
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainforge.stages import ModelSpec, Optimizer, PartState
+
+CHUNK_BYTES = 64 * 2**20
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "bool": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
+}  # fmt: skip
+"""The dtypes that can be saved (PyTorch's names), with the bytes of an element."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A span of a tensor that one rank writes. `tensor` is `part/key/name`; offset and length in elements."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    length: int
+    rank: int
+
+    @property
+    def bytes(self) -> int:
+        """Size of the span."""
+        return self.length * ITEM_BYTES[self.dtype]
+
+
+Row = Sequence[Any]
+"""`[tensor, shape, dtype, offset, length]`: an extent that a rank holds; JSON types, so that ranks can exchange it."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in memory that holds `[offset, offset + length)` of the global tensor, flattened."""
+
+    offset: int
+    length: int
+    tensor: Tensor
+
+
+def split_name(tensor: str) -> tuple[str, str, str]:
+    """Part, key and name of `part/key/name`. Only a name may hold a slash."""
+    part, key, name = tensor.split("/", 2)
+    return part, key, name
+
+
+def held_tensors(states: Mapping[str, PartState]) -> tuple[list[Row], dict[str, list[Held]]]:
+    """This rank's table, and its live tensors by `part/key/name`.
+
+    Raises:
+        CheckpointError: a tensor cannot be described; names it.
+    """
+    table: list[Row] = []
+    held: dict[str, list[Held]] = {}
+    for part, state in states.items():
+        for named in state.tensors:
+            tensor, extent = f"{part}/{named.key}/{named.extent.name}", named.extent
+            dtype = str(named.tensor.dtype).removeprefix("torch.")
+            if "/" in part or "/" in named.key:
+                raise CheckpointError(
+                    f"{tensor} cannot be saved: names of parts and keys must not contain a slash"
+                )
+            if dtype not in ITEM_BYTES:
+                raise CheckpointError(f"{tensor} has dtype {dtype}, which cannot be saved")
+            if named.tensor.numel() != extent.length:
+                raise CheckpointError(
+                    f"{tensor} has {named.tensor.numel()} elements where its extent says {extent.length}"
+                )
+            table.append([tensor, list(extent.global_shape), dtype, extent.offset, extent.length])
+            held.setdefault(tensor, []).append(Held(extent.offset, extent.length, named.tensor.detach()))
+    return table, held
+
+
+def plan_chunks(tables: Sequence[Iterable[Row]]) -> list[Chunk]:
+    """All chunks of a save, from the tables of all ranks (by rank); the same result wherever it is computed.
+
+    Raises:
+        CheckpointError: ranks disagree about a tensor, or nobody holds some of its elements; names it.
+    """
+    facts: dict[str, tuple[tuple[int, ...], str]] = {}
+    spans: dict[str, list[tuple[int, int, int]]] = {}
+    for rank, table in enumerate(tables):
+        for tensor, shape, dtype, offset, length in table:
+            known = facts.setdefault(tensor, (tuple(shape), dtype))
+            if known != (tuple(shape), dtype):
+                raise CheckpointError(
+                    f"{tensor} is {dtype} {list(shape)} on rank {rank} and {known[1]} {list(known[0])} on another"
+                )
+            spans.setdefault(tensor, []).append((offset, offset + length, rank))
+    load: Counter[int] = Counter()
+    chunks = []
+    for tensor, (shape, dtype) in facts.items():
+        most = CHUNK_BYTES // ITEM_BYTES[dtype]
+        for begin, end, holders in _pieces(tensor, elements(shape), spans[tensor]):
+            for offset in range(begin, max(end, begin + 1), most):
+                rank = min(holders, key=lambda holder: (load[holder], holder))
+                chunks.append(Chunk(tensor, shape, dtype, offset, min(most, end - offset), rank))
+                load[rank] += chunks[-1].bytes
+    return chunks
+
+
+def state_bytes(model: ModelSpec, optimizer: Optimizer | None) -> int:
+    """Bytes of all masters (fp32) and of the optimizer's state, over all ranks."""
+    total = 0
+    for spec in model.parameters:
+        if spec.trainable:
+            state = {} if optimizer is None else optimizer.state(spec)
+            total += 4 * spec.elements
+            total += sum(
+                (spec.elements if s.per_element else 1) * ITEM_BYTES[s.dtype] for s in state.values()
+            )
+    return total
+
+
+def _pieces(tensor: str, size: int, spans: list[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
+    """Cut `[0, size)` wherever a span begins or ends; each piece with the ranks that hold it."""
+    if size == 0:
+        return [(0, 0, sorted({rank for _, _, rank in spans}))]
+    edges: dict[int, list[tuple[int, int]]] = {}
+    for begin, end, rank in spans:
+        if begin < 0 or end > size:
+            raise CheckpointError(
+                f"{tensor} has {size} elements, and rank {rank} gives it elements {begin} to {end}"
+            )
+        if begin < end:
+            edges.setdefault(begin, []).append((1, rank))
+            edges.setdefault(end, []).append((-1, rank))
+    pieces, holders = [], Counter[int]()
+    places = sorted({0, size, *edges})
+    for begin, end in pairwise(places):
+        for change, rank in edges.get(begin, ()):
+            holders[rank] += change
+        twice = [rank for rank, count in holders.items() if count > 1]
+        if twice:
+            raise CheckpointError(f"{tensor}: rank {twice[0]} gives elements {begin} to {end} twice")
+        holding = sorted(rank for rank, count in holders.items() if count)
+        if not holding:
+            raise CheckpointError(f"{tensor} cannot be saved: no rank holds its elements {begin} to {end}")
+        pieces.append((begin, end, holding))
+    return pieces

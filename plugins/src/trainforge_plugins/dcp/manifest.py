@@ -1,0 +1,267 @@
+"""The format on disk: `checkpoint.json`, and data files that are plain safetensors.
+
+    step-00000012/
+        checkpoint.json             what is in the checkpoint and where; JSON, indented by one space
+        rank-00000.safetensors      what rank 0 wrote; a rank that had nothing to write has no file
+        rank-00001.safetensors
+
+`checkpoint.json` has the fields of `Manifest` below and, last, `checksum`: the xxh3-128 of the same JSON without
+that field. A reader also serializes what it has parsed and compares it with the bytes of the file, so that any
+change to the file is found, even one that parses to the same values.
+
+A tensor is stored row-major and flattened, cut into spans (offset and length in elements). The spans of a tensor
+cover it exactly once. Each has the checksum of its bytes (little endian, as on the machine that wrote them) and
+begins `at` that byte of its file. In the safetensors file the span is the 1-D entry `part/key/name[offset:end]`, so
+the weights can be read without this package. Every byte of a data file belongs to its header or to a span; both have
+checksums, and so has the whole file.
+
+Why not what torch ships: `FileSystemWriter` keeps its metadata in a pickle, which can execute code on load, and
+nothing notices a flipped bit. `HuggingFaceStorageWriter` has no pickle, but it infers a tensor's shape from the
+shards it happens to find (a lost file gives a smaller tensor, not an error), cannot hold two spans of one tensor in
+one file, and has no checksums either. So planners, writer and reader here are subclasses of the interfaces of
+torch.distributed.checkpoint, with this metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from trainforge.errors import CheckpointError
+
+FORMAT = 1
+NAME = "checkpoint.json"
+_READ_BYTES = 16 * 2**20
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Span(_Record):
+    """A stored piece of a tensor: `length` elements from element `offset`, at byte `at` of `file`."""
+
+    offset: int
+    length: int
+    file: str
+    at: int
+    xxh3_128: str
+
+
+class TensorEntry(_Record):
+    """A stored tensor. `dtype` is PyTorch's name without `torch.`; `spans` are in order of their offset."""
+
+    key: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    spans: tuple[Span, ...]
+
+
+class PartEntry(_Record):
+    """A part of the run's state: plain data and tensors."""
+
+    version: int
+    data: dict[str, Any]
+    tensors: tuple[TensorEntry, ...]
+
+
+class FileEntry(_Record):
+    """A data file. The first `header_bytes` are safetensors' header with its length."""
+
+    bytes: int
+    xxh3_128: str
+    header_bytes: int
+    header_xxh3_128: str
+
+
+class Manifest(_Record):
+    """What `checkpoint.json` says. `saved_at` is in Unix seconds; `save_id` differs for every save."""
+
+    step: int
+    writer: str
+    format: Literal[1]
+    saved_at: float
+    save_id: str
+    world: int
+    files: dict[str, FileEntry]
+    parts: dict[str, PartEntry]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the data files."""
+        return sum(entry.bytes for entry in self.files.values())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `checkpoint.json` and bring it to the disk.
+
+    Raises:
+        CheckpointError: a part's plain data does not consist of JSON types.
+    """
+    document = manifest.model_dump(mode="python")
+    try:
+        document["checksum"] = _checksum(document)
+        content = _canonical(document)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the plain data of a part cannot be written as JSON: {error}") from error
+    write_durably(folder / NAME, content)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read `checkpoint.json`, checking its checksum.
+
+    Raises:
+        CheckpointError: it is missing, altered, or of another format.
+    """
+    path = folder / NAME
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: this is not a complete checkpoint") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        document = json.loads(content)
+        stated = document.pop("checksum")
+        sound = stated == _checksum(document) and _canonical({**document, "checksum": stated}) == content
+    except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged: it is not the JSON that was written") from error
+    if not sound:
+        raise CheckpointError(f"{path} is damaged: its checksum does not match its content")
+    if document.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {document.get('format')}, and this version reads format {FORMAT}: use the version "
+            "that wrote it"
+        )
+    try:
+        manifest = Manifest.model_validate(document)
+    except ValidationError as error:
+        where = ".".join(str(item) for item in error.errors()[0]["loc"])
+        raise CheckpointError(f"{path} is not a checkpoint of this format: see {where}") from error
+    for name in manifest.files:
+        if Path(name).name != name:
+            raise CheckpointError(f"{path} names a file outside its folder: {name}")
+    return manifest
+
+
+def verify(folder: Path) -> list[str]:
+    """Compare every byte of the checkpoint with its checksums; a sentence for each problem."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = []
+    for name, entry in manifest.files.items():
+        problem = verify_file(folder / name, entry)
+        if problem is not None:
+            problems.append(problem + _damaged_tensors(folder, manifest, name))
+    for part, stored in manifest.parts.items():
+        for tensor in stored.tensors:
+            if covered(tensor) != elements(tensor.shape) or any(
+                s.file not in manifest.files for s in tensor.spans
+            ):
+                problems.append(
+                    f"{folder / NAME} does not say where all of {part}/{tensor.key}/{tensor.name} lies"
+                )
+    return problems
+
+
+def verify_file(path: Path, entry: FileEntry) -> str | None:
+    """Compare a data file with its entry; a sentence when they differ."""
+    problem = check_size(path, entry)
+    if problem is not None:
+        return problem
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(_READ_BYTES):
+                digest.update(block)
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    if digest.hexdigest() != entry.xxh3_128:
+        return f"{path} is damaged: its checksum does not match its content"
+    return None
+
+
+def check_size(path: Path, entry: FileEntry) -> str | None:
+    """Whether the file is there with the right length; a sentence when it is not."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return None if size == entry.bytes else f"{path} is damaged: it has {size} bytes instead of {entry.bytes}"
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a small file under a temporary name, fsync it, and give it its name."""
+    aside = path.with_name(path.name + ".part")
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def elements(shape: tuple[int, ...]) -> int:
+    """Number of elements of a shape."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _damaged_tensors(folder: Path, manifest: Manifest, name: str) -> str:
+    """Which tensors of a damaged file are hit, as the end of a sentence."""
+    damaged = []
+    try:
+        with (folder / name).open("rb") as file:
+            for label, span, end in _spans_of(manifest, name):
+                file.seek(span.at)
+                if xxhash.xxh3_128_hexdigest(file.read(end - span.at)) != span.xxh3_128:
+                    damaged.append(label)
+    except OSError:
+        return ""
+    shown = ", ".join(damaged[:3]) + (f" and {len(damaged) - 3} more" if len(damaged) > 3 else "")
+    return f" ({shown})" if damaged else ""
+
+
+def _spans_of(manifest: Manifest, name: str) -> Iterator[tuple[str, Span, int]]:
+    """Spans stored in a file, each with a label and the byte behind its last."""
+    found = [
+        (f"{part}/{tensor.key}/{tensor.name}", span)
+        for part, stored in manifest.parts.items()
+        for tensor in stored.tensors
+        for span in tensor.spans
+        if span.file == name
+    ]
+    found.sort(key=lambda item: (item[1].at, item[1].length))
+    ends = [span.at for _, span in found[1:]] + [manifest.files[name].bytes]
+    for (label, span), end in zip(found, ends, strict=True):
+        yield label, span, end
+
+
+def covered(tensor: TensorEntry) -> int:
+    """Elements from the start of the tensor that its spans hold without a gap or an overlap."""
+    position = 0
+    for span in tensor.spans:
+        if span.offset != position:
+            break
+        position += span.length
+    return position
+
+
+def _canonical(document: dict[str, Any]) -> bytes:
+    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+def _checksum(document: dict[str, Any]) -> str:
+    return str(xxhash.xxh3_128_hexdigest(_canonical(document)))

@@ -1,0 +1,209 @@
+"""Loading: the planner and the reader that torch.distributed.checkpoint drives.
+
+With `CheckpointReader`, `torch.distributed.checkpoint.load` reads a checkpoint also without our `Checkpoint` stage:
+into flat 1-D tensors named `part/key/name`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from trainforge.errors import CheckpointError
+from trainforge_plugins.dcp.layout import Held
+from trainforge_plugins.dcp.manifest import Manifest, Span, check_size, elements, read_manifest
+from trainforge_plugins.dcp.storage import unwrapped
+
+
+def load_spans(folder: Path, manifest: Manifest, wanted: Mapping[str, Sequence[Held]]) -> None:
+    """Fill the wanted tensors in place. Every byte that is used has been compared with its checksum before.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; names it.
+    """
+    reader = CheckpointReader(folder, manifest)
+    unwrapped(lambda: load({}, storage_reader=reader, planner=HeldLoadPlanner(wanted), no_dist=True))
+
+
+class HeldLoadPlanner(LoadPlanner):
+    """Plans to read the stored chunks that intersect with what this rank holds."""
+
+    def __init__(self, wanted: Mapping[str, Sequence[Held]]) -> None:
+        self._wanted = wanted
+        self._stored: Mapping[str, Any] = {}
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take note of what is stored."""
+        assert metadata is not None, "the reader gives metadata"
+        self._stored = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """One item for each stored chunk and each span of ours that it serves."""
+        items = []
+        for tensor, spans in self._wanted.items():
+            for index, span in enumerate(spans):
+                for chunk in self._stored[tensor].chunks:
+                    begin = max(chunk.offsets[0], span.offset)
+                    end = min(chunk.offsets[0] + chunk.sizes[0], span.offset + span.length)
+                    if begin < end:
+                        items.append(_read_item(tensor, index, begin, end, chunk.offsets[0], span.offset))
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Keep the plans."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Keep the plan."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Never called: only tensors are stored."""
+        raise AssertionError("a checkpoint holds tensors only")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Where the elements go: a 1-D view of the live tensor."""
+        index = read_item.dest_index
+        flat = self._wanted[index.fqn][index.index or 0].tensor.view(-1)
+        return flat[read_item.dest_offsets[0] : read_item.dest_offsets[0] + read_item.lengths[0]]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing to do: it was filled in place."""
+
+
+class CheckpointReader(StorageReader):
+    """Reads a committed checkpoint, comparing each header and each chunk with its checksum before it is used."""
+
+    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+        self._folder = folder
+        self._manifest = manifest or read_manifest(folder)
+        self._spans: dict[tuple[str, int], Span] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to forget."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Describe the stored tensors to DCP: flat, with their chunks."""
+        described: dict[str, Any] = {}
+        for part, stored in self._manifest.parts.items():
+            for entry in stored.tensors:
+                tensor = f"{part}/{entry.key}/{entry.name}"
+                self._spans.update({(tensor, span.offset): span for span in entry.spans})
+                described[tensor] = TensorStorageMetadata(
+                    TensorProperties(dtype=getattr(torch, entry.dtype)),
+                    torch.Size([elements(entry.shape)]),
+                    [
+                        ChunkStorageMetadata(torch.Size([s.offset]), torch.Size([s.length]))
+                        for s in entry.spans
+                    ],
+                )
+        return Metadata(described)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Keep the metadata's dtypes."""
+        self._dtypes = {name: entry.properties.dtype for name, entry in metadata.state_dict_metadata.items()}
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Keep the plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Keep the plans."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read each needed chunk once, in the order of the file."""
+        by_file: dict[str, dict[tuple[str, int], list[ReadItem]]] = {}
+        for item in plan.items:
+            assert item.storage_index.offset is not None, "every chunk has an offset"
+            place = (item.storage_index.fqn, item.storage_index.offset[0])
+            by_file.setdefault(self._spans[place].file, {}).setdefault(place, []).append(item)
+        for name, wanted in by_file.items():
+            self._read_file(self._folder / name, wanted, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_file(
+        self, path: Path, wanted: dict[tuple[str, int], list[ReadItem]], planner: LoadPlanner
+    ) -> None:
+        entry = self._manifest.files[path.name]
+        problem = check_size(path, entry)
+        if problem is not None:
+            raise CheckpointError(problem)
+        try:
+            with path.open("rb", buffering=0) as file:
+                _checked_bytes(
+                    file, 0, entry.header_bytes, entry.header_xxh3_128, f"{path} is damaged in its header"
+                )
+                for place in sorted(wanted, key=lambda place: self._spans[place].at):
+                    span, dtype = self._spans[place], self._dtypes[place[0]]
+                    data = _checked_bytes(
+                        file,
+                        span.at,
+                        span.length * dtype.itemsize,
+                        span.xxh3_128,
+                        f"{path} is damaged in {place[0]}",
+                    )
+                    _scatter(torch.frombuffer(data, dtype=dtype), wanted[place], planner)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Never found by its path: it is made for one."""
+        return False
+
+
+def _scatter(stored: Tensor, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    for item in items:
+        start = item.storage_offsets[0]
+        target = planner.resolve_tensor(item)
+        target.detach().copy_(stored[start : start + item.lengths[0]])
+        planner.commit_tensor(item, target)
+
+
+def _checked_bytes(file: Any, at: int, count: int, checksum: str, problem: str) -> bytearray:
+    data = bytearray(count)
+    view = memoryview(data)
+    file.seek(at)
+    while view:
+        got = file.readinto(view)
+        if not got:
+            raise CheckpointError(f"{problem}: it ends too early")
+        view = view[got:]
+    if xxhash.xxh3_128_hexdigest(data) != checksum:
+        raise CheckpointError(f"{problem}: its checksum does not match its content")
+    return data
+
+
+def _read_item(tensor: str, index: int, begin: int, end: int, stored_at: int, held_at: int) -> ReadItem:
+    return ReadItem(
+        LoadItemType.TENSOR,
+        MetadataIndex(tensor, torch.Size([held_at]), index),
+        torch.Size([begin - held_at]),
+        MetadataIndex(tensor, torch.Size([stored_at])),
+        torch.Size([begin - stored_at]),
+        torch.Size([end - begin]),
+    )

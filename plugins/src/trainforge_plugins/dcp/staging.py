@@ -1,0 +1,83 @@
+"""The snapshot: copies of what this rank writes, in host buffers that are reused from save to save."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainforge_plugins.dcp.layout import ITEM_BYTES, Chunk, Held
+
+SLAB_BYTES = 256 * 2**20
+"""Size of a buffer. A power of two, since page-locked allocations are rounded up to one."""
+
+
+def in_file_order(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Wide elements first, so that every span is aligned to its element wherever it begins."""
+    return sorted(chunks, key=lambda chunk: -ITEM_BYTES[chunk.dtype])
+
+
+class Staging:
+    """Buffers for one snapshot. On an accelerator they are page-locked, and copied to on a side stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._accelerated = device.type != "cpu"
+        self._stream = torch.Stream(device) if self._accelerated else None
+        self._chunks: list[Chunk] = []
+        self._copies: list[Tensor] = []
+
+    def snapshot(self, chunks: list[Chunk], held: Mapping[str, Sequence[Held]]) -> list[Tensor]:
+        """Copy the chunks' elements; the copies are complete when it returns.
+
+        Returns:
+            1-D CPU tensors in the order of `chunks`, valid until the next snapshot.
+        """
+        if chunks != self._chunks:
+            self._copies = []  # given back before the new ones are allocated
+            self._copies = self._allocate(chunks)
+            self._chunks = chunks
+        sources = {tensor: sorted(spans, key=lambda span: span.offset) for tensor, spans in held.items()}
+        with self._side_stream():
+            for chunk, copy in zip(chunks, self._copies, strict=True):
+                copy.copy_(_elements_of(chunk, sources[chunk.tensor]), non_blocking=self._accelerated)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return self._copies
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        self._chunks, self._copies = [], []
+
+    def _side_stream(self) -> AbstractContextManager[Any]:
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        return self._stream
+
+    def _allocate(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        """Place the chunks one after the other in slabs; none crosses from one slab to the next."""
+        places: list[tuple[int, int]] = []
+        fills = [0]
+        for chunk in chunks:
+            if fills[-1] + chunk.bytes > SLAB_BYTES:
+                fills.append(0)
+            places.append((len(fills) - 1, fills[-1]))
+            fills[-1] += chunk.bytes
+        slabs = [torch.empty(fill, dtype=torch.uint8, pin_memory=self._accelerated) for fill in fills]
+        return [
+            slabs[slab][start : start + chunk.bytes].view(getattr(torch, chunk.dtype))
+            for chunk, (slab, start) in zip(chunks, places, strict=True)
+        ]
+
+
+def _elements_of(chunk: Chunk, spans: Sequence[Held]) -> Tensor:
+    """The live elements of a chunk, 1-D. The plan gave this rank only chunks that lie within one of its spans."""
+    candidates = spans[: bisect_right(spans, chunk.offset, key=lambda span: span.offset)]
+    span = next(s for s in reversed(candidates) if s.offset + s.length >= chunk.offset + chunk.length)
+    start = chunk.offset - span.offset
+    return span.tensor.reshape(-1)[start : start + chunk.length]
