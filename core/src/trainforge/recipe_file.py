@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
                 raise _Problem(f"line {line}: the key {key!r} must be text")
@@ -34,6 +34,13 @@ class _Problem(Exception):
     pass
 
 
+class _Dumper(yaml.SafeDumper):
+    """Puts text in quotes wherever `_Loader` (or an older YAML) would take it for something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
@@ -45,7 +52,8 @@ for _tag, _pattern, _first in (
     ),
     ("merge", r"<<", ["<"]),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)  # type: ignore[no-untyped-call]
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -106,6 +114,11 @@ def apply_overrides(recipe: dict[str, Any], overrides: Sequence[str]) -> tuple[d
         result[parts[0]] = _with(result.get(parts[0]), parts[1:], value, override)
         keys.append(".".join(parts))
     return result, keys
+
+
+def dump_recipe(recipe: Mapping[str, Any]) -> str:
+    """A recipe as YAML that `parse_recipe` reads back as the same data."""
+    return yaml.dump(dict(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _with(node: Any, parts: Sequence[str], value: Any, override: str) -> Any:

@@ -1,0 +1,87 @@
+"""`forge checkpoints`: list, verify and prune the checkpoints of a run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from trainforge.cli.group import debug_option
+from trainforge.errors import CheckpointError, UserError
+
+if TYPE_CHECKING:
+    from trainforge.stages import CheckpointInfo
+
+
+@click.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("action", type=click.Choice(["list", "verify", "prune"]), default="list")
+@click.option("--step", type=click.IntRange(min=0), help="verify: only the checkpoint of this step.")
+@click.option(
+    "--keep", type=click.IntRange(min=1), default=1, show_default=True, help="prune: how many to keep."
+)
+@debug_option
+def checkpoints(run_dir: Path, action: str, step: int | None, keep: int) -> None:
+    """Look after the checkpoints in the run folder RUN.
+
+    list shows step, size, writer and date; verify lets the plugin that wrote each one check it (exit code 1 when
+    one is damaged); prune deletes all but the newest, once the newest is found sound.
+    """
+    from trainforge.checkpoints import checkpoints_folder, list_checkpoints
+
+    found = list_checkpoints(checkpoints_folder(run_dir))
+    if not found:
+        raise UserError(f"{run_dir} holds no committed checkpoint yet")
+    if action == "list":
+        _list(found)
+    elif action == "verify":
+        _verify([info for info in found if step in (None, info.step)], step, found)
+    else:
+        _prune(found, keep)
+
+
+def _list(found: list[CheckpointInfo]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from trainforge.units import format_bytes
+
+    table = Table("step", "size", "writer", "saved", "path", box=None, pad_edge=False)
+    for info in found:
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.saved_at))
+        table.add_row(str(info.step), format_bytes(info.bytes), info.writer, saved, str(info.path))
+    Console(highlight=False, soft_wrap=True).print(table)
+
+
+def _verify(chosen: list[CheckpointInfo], step: int | None, found: list[CheckpointInfo]) -> None:
+    from trainforge.checkpoints import verify_checkpoint
+
+    if not chosen:
+        kept = ", ".join(str(info.step) for info in found)
+        raise UserError(f"--step {step}: there is no such checkpoint; kept are {kept}")
+    damaged = 0
+    for info in chosen:
+        problems = verify_checkpoint(info)
+        click.echo(f"step {info.step}: {'sound' if not problems else 'DAMAGED'}")
+        for problem in problems:
+            click.echo(f"  {problem}")
+        damaged += bool(problems)
+    if damaged:
+        raise CheckpointError(f"{damaged} of {len(chosen)} checkpoints are damaged")
+
+
+def _prune(found: list[CheckpointInfo], keep: int) -> None:
+    from trainforge.checkpoints import remove_checkpoint, verify_checkpoint
+    from trainforge.units import format_bytes
+
+    old = found[:-keep]
+    if old and (problems := verify_checkpoint(found[-1])):
+        raise CheckpointError(
+            f"nothing was deleted: the newest checkpoint, step {found[-1].step}, is damaged: {problems[0]}"
+        )
+    for info in old:
+        remove_checkpoint(info)
+        click.echo(f"deleted step {info.step} ({format_bytes(info.bytes)})")
+    click.echo(f"kept {', '.join(f'step {info.step}' for info in found[-keep:])}")

@@ -1,0 +1,77 @@
+"""The command group: exit codes, and errors as one message instead of a traceback."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from trainforge.errors import TrainForgeError, UserError
+
+_DEBUG = "trainforge.debug"
+_ARGUMENTS = "trainforge.arguments"
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class ForgeGroup(click.Group):
+    """Ends with 2 when the user must change something, 1 when the run failed; a traceback needs `--debug`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Remember the arguments, which ranks are started with again."""
+        ctx.meta[_ARGUMENTS] = tuple(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; turn what it raises into a message and an exit code."""
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            _show(error, debugging(ctx))
+            ctx.exit(error.exit_code if isinstance(error, TrainForgeError) else 1)
+
+
+def debug_option(command: Command) -> Command:
+    """The option `--debug`, understood before and after the command's name."""
+
+    def remember(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+        if value:
+            ctx.meta[_DEBUG] = True
+
+    option = click.option(
+        "--debug", is_flag=True, expose_value=False, callback=remember, help="Show tracebacks of errors."
+    )
+    return option(command)
+
+
+def debugging(ctx: click.Context) -> bool:
+    """Whether `--debug` was given."""
+    return bool(ctx.meta.get(_DEBUG))
+
+
+def arguments(ctx: click.Context) -> tuple[str, ...]:
+    """The command line without the program's name."""
+    return tuple(ctx.meta.get(_ARGUMENTS, ()))
+
+
+def _show(error: Exception, debug: bool) -> None:
+    """Show an error, or leave it to the launcher when this is one of its ranks."""
+    from trainforge.rank_process import report_error
+
+    code = error.exit_code if isinstance(error, TrainForgeError) else 1
+    text = _text(error, debug)
+    if not report_error(error, text, code):
+        click.echo(text, err=True)
+
+
+def _text(error: Exception, debug: bool) -> str:
+    if isinstance(error, TrainForgeError):
+        text = f"error: {error}"
+    else:
+        text = f"error: {type(error).__name__}: {error}"
+    if debug:
+        return f"{''.join(traceback.format_exception(error))}{text}"
+    return text if isinstance(error, UserError) else f"{text}\nRun with --debug for the traceback."

@@ -1,0 +1,123 @@
+"""What a plan needs: the model on the meta device, and every provider's own estimate. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainforge.batching import resolve_batching
+from trainforge.context import Batching, Context, SilentConsole
+from trainforge.errors import ProviderError, TrainForgeError
+from trainforge.provider import STAGES, Estimate
+from trainforge.stages import Comm
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainforge.planning import Plan
+    from trainforge.selection import Chosen
+    from trainforge.stages import ModelSpec
+
+
+@dataclass(frozen=True)
+class PlanSizes:
+    """What a run needs, before anything is allocated.
+
+    Attributes:
+        parameters, trainable: elements, tied ones once.
+        blocks: number of repeated blocks.
+        batching: how a step is cut.
+        world: number of ranks that it was planned for.
+        device: where it would run.
+        estimates: by stage; bytes are per rank.
+    """
+
+    parameters: int
+    trainable: int
+    blocks: int
+    batching: Batching
+    world: int
+    device: str
+    estimates: Mapping[str, Estimate]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def describe_model(plan: Plan, world: int = 1) -> tuple[ModelSpec, Context]:
+    """Build the plan's model on the meta device, in this process alone and without a run folder.
+
+    Raises:
+        TrainForgeError: the model cannot be built.
+    """
+    ctx = Context(
+        run=plan.recipe.run,
+        train=plan.recipe.train,
+        model_config=plan.recipe.model,
+        device=_device(plan.recipe.run.device),
+        rank=0,
+        world=world,
+        local_rank=0,
+        local_world=world,
+        batching=resolve_batching(plan.recipe.train, world),
+        run_dir=Path("runs") / plan.recipe.run.name,
+        cache_dir=Path("runs") / plan.recipe.run.name,
+        console=SilentConsole(),
+        built={"comm": Comm()},
+    )
+    chosen = plan.chosen["model"]
+    ctx.plugin = chosen.plugin
+    with _blame(chosen, "describing the model"):
+        ctx.built["model"] = chosen.provider.build(ctx, chosen.config)
+    return ctx.model, ctx
+
+
+def measure(plan: Plan, world: int = 1) -> PlanSizes:
+    """Ask every stage what it would need.
+
+    Raises:
+        TrainForgeError: the model cannot be built, an estimate fails, or the chosen providers do not fit the device.
+    """
+    model, ctx = describe_model(plan, world)
+    plan.check(ctx.device.type, world)
+    estimates: dict[str, Estimate] = {}
+    for stage in STAGES:
+        chosen = plan.chosen[stage]
+        if chosen.provider.estimate is not None:
+            ctx.plugin = chosen.plugin
+            with _blame(chosen, "estimating what it needs"):
+                estimates[stage] = chosen.provider.estimate(ctx, model, chosen.config)
+    return PlanSizes(
+        parameters=sum(spec.elements for spec in model.parameters),
+        trainable=sum(spec.elements for spec in model.parameters if spec.trainable),
+        blocks=len(model.blocks),
+        batching=ctx.batching,
+        world=world,
+        device=str(ctx.device),
+        estimates=estimates,
+    )
+
+
+class _blame:
+    """Turn a plugin's unexpected exception into one that names it."""
+
+    def __init__(self, chosen: Chosen, doing: str) -> None:
+        self.chosen, self.doing = chosen, doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, TrainForgeError):
+            raise ProviderError(self.chosen.plugin, self.chosen.stage, self.doing, error) from error
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name != "auto":
+        return torch.device(name)
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
