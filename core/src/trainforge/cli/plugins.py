@@ -59,7 +59,7 @@ def _print_one(console: Console, info: PluginInfo) -> None:
         console.print(
             f"\nRecipe section {section}:" if keys else f"\nNo configuration ({section}).", markup=False
         )
-            table = Table("key", box=None, pad_edge=False)
+        table = Table("key", box=None, pad_edge=False)
         for heading in ("type", "default", "what it does"):
             table.add_column(heading, overflow="fold")
         for key in keys:
