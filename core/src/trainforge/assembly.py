@@ -40,9 +40,7 @@ def start(
         folder.check_resumable(recipe, options.allow_change)
     build_stages(plan, ctx, BUILD_ORDER[1:], closing)
     stages = Stages(**{name: ctx.built[name] for name in BUILD_ORDER})
-    observers = [(chosen.plugin, _build(chosen, ctx, "observer")) for chosen in plan.observers]
-    if ctx.rank != 0:
-        observers = []
+    observers = _observers(plan, ctx) if ctx.rank == 0 else []
     steps = _total_steps(ctx)
     run = Run(
         plan=plan,

@@ -41,6 +41,7 @@ def run_plan(plan: Plan, options: RunOptions) -> int:
     console = TerminalConsole(silent=ranks.rank != 0)
     device = pick_device(plan.recipe.run, ranks)
     threads = default_threads(plan.recipe.run, ranks)
+    plan.check(device.type, ranks.world)
     folder = RunFolder(options.run_dir or Path("runs") / plan.recipe.run.name)
     with contextlib.ExitStack() as closing, StopSignals() as stop:
         saved: dict[str, Any] | None = None
@@ -67,8 +68,9 @@ def run_plan(plan: Plan, options: RunOptions) -> int:
             cache_dir=cache_dir(),
             console=console,
         )
-        if note := device_note(plan.recipe.run, ranks):
-            console.note(note)
+        for note in (*plan.notes, device_note(plan.recipe.run, ranks)):
+            if note:
+                console.note(note)
         run = start(plan, options, ctx, folder, closing)
         console.note(
             f"{device} · {ranks.world} rank{'s' * (ranks.world > 1)} · {threads} CPU threads per rank"
