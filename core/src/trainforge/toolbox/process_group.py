@@ -22,13 +22,14 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from trainforge.errors import RanksError, UserError
 from trainforge.ranks import Ranks
 from trainforge.units import format_seconds
 
 _BEAT_S = 1.0
-_stores: dict[str, dist.Store] = {}  # one per address: a second server on the same port is impossible
+_stores: dict[str, Store] = {}  # one per address: a second server on the same port is impossible
 _generation = 0
 
 
@@ -57,7 +58,7 @@ class ProcessGroup:
         step: the step this rank is in, for messages; whoever steps keeps it up to date.
     """
 
-    def __init__(self, rank: int, world: int, store: dist.Store, timeout_s: float) -> None:
+    def __init__(self, rank: int, world: int, store: Store, timeout_s: float) -> None:
         self.rank, self.world, self.timeout_s = rank, world, timeout_s
         self.host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.step = 1
@@ -137,7 +138,7 @@ class _Pulse:
     `seen` holds the latest beat of every rank: `beat` counts up while the process lives, `calls` counts collectives.
     """
 
-    def __init__(self, rank: int, world: int, store: dist.Store, every_s: float) -> None:
+    def __init__(self, rank: int, world: int, store: Store, every_s: float) -> None:
         self.rank, self.every_s = rank, every_s
         self.seen: dict[int, dict[str, Any]] = {}
         self._others = [other for other in range(world) if other != rank]
@@ -209,7 +210,7 @@ def start_process_group(place: Place, timeout_s: float) -> ProcessGroup:
     _generation += 1
     ranks = Ranks.from_environment()
     patience = timedelta(seconds=timeout_s)
-    store = dist.PrefixStore(f"run-{_generation}", _root_store(ranks, patience))
+    store = PrefixStore(f"run-{_generation}", _root_store(ranks, patience))
     _meet(place, store, timeout_s)
     if ranks.world == ranks.local_world and any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: no name look-up, no firewall
@@ -221,7 +222,7 @@ def start_process_group(place: Place, timeout_s: float) -> ProcessGroup:
         patience *= 2
     dist.init_process_group(
         _backend(place.device),
-        store=dist.PrefixStore("torch", store),
+        store=PrefixStore("torch", store),
         rank=place.rank,
         world_size=place.world,
         timeout=patience,
@@ -236,13 +237,13 @@ def _backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
 
 
-def _root_store(ranks: Ranks, patience: timedelta) -> dist.Store:
+def _root_store(ranks: Ranks, patience: timedelta) -> Store:
     """The key-value store: that of the launcher's agent when there is one, else served by rank 0."""
     address = f"{ranks.master_addr}:{ranks.master_port}"
     if address not in _stores:
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
-            _stores[address] = dist.TCPStore(
+            _stores[address] = TCPStore(
                 ranks.master_addr,
                 ranks.master_port,
                 is_master=ranks.rank == 0 and not served,
@@ -262,7 +263,7 @@ def _root_store(ranks: Ranks, patience: timedelta) -> dist.Store:
     return _stores[address]
 
 
-def _meet(place: Place, store: dist.Store, timeout_s: float) -> None:
+def _meet(place: Place, store: Store, timeout_s: float) -> None:
     store.set(f"here/{place.rank}", "yes")
     everybody = [f"here/{rank}" for rank in range(place.world)]
     try:
