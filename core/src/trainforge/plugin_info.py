@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
@@ -129,12 +130,17 @@ def _words(value: Any) -> str:
 
 
 def _type_name(annotation: Any) -> str:
-    name = (
-        annotation.__name__
-        if isinstance(annotation, type) and not hasattr(annotation, "__args__")
-        else str(annotation)
-    )
-    return name.replace("typing.", "").replace("NoneType", "None").replace("pathlib.", "")
+    """A type in words: `number or auto`, without pydantic's constraints."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(inner[0])
+    if origin is Literal:
+        return " or ".join(map(str, inner))
+    if origin in (Union, UnionType):
+        return " or ".join(_type_name(one) for one in inner)
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join('...' if one is ... else _type_name(one) for one in inner)}]"
+    return "null" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
 
 
 def _default(value: Any) -> str:
