@@ -40,12 +40,13 @@ def create_locked(path: Path) -> int:
 def commit(temporary: Path, final: Path) -> None:
     """Give a finished folder its name. A checkpoint of the same step makes way, and comes back if this is cut short."""
     fsync_folder(temporary)
-    replaced = final.with_name(_REPLACED + final.name)
-    if final.exists():
+    replaced = final.with_name(_REPLACED + final.name) if final.exists() else None
+    if replaced is not None:
         final.rename(replaced)
     temporary.rename(final)
     fsync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def prune(folder: Path, keep: int, latest: Path, writer: str, is_sound: Callable[[Path], bool]) -> None:

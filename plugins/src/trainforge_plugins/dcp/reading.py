@@ -97,6 +97,7 @@ class CheckpointReader(StorageReader):
         self._folder = folder
         self._manifest = manifest or read_manifest(folder)
         self._spans: dict[tuple[str, int], Span] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to forget."""
@@ -108,8 +109,9 @@ class CheckpointReader(StorageReader):
             for entry in stored.tensors:
                 tensor = f"{part}/{entry.key}/{entry.name}"
                 self._spans.update({(tensor, span.offset): span for span in entry.spans})
+                self._dtypes[tensor] = getattr(torch, entry.dtype)
                 described[tensor] = TensorStorageMetadata(
-                    TensorProperties(dtype=getattr(torch, entry.dtype)),
+                    TensorProperties(dtype=self._dtypes[tensor]),
                     torch.Size([elements(entry.shape)]),
                     [
                         ChunkStorageMetadata(torch.Size([s.offset]), torch.Size([s.length]))
@@ -121,8 +123,7 @@ class CheckpointReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Keep the metadata's dtypes."""
-        self._dtypes = {name: entry.properties.dtype for name, entry in metadata.state_dict_metadata.items()}
+        """Nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Keep the plan."""
