@@ -1,0 +1,186 @@
+"""The token cache: built once, under a lock, again only for a reason that is said, and never half."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.text.helpers import context, text_data, write_jsonl
+
+from trainforge.context import SilentConsole
+from trainforge.errors import DataError
+from trainforge_plugins.text import TextSection, build, cache
+from trainforge_plugins.text.data import TextData
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders in which a cache was built."""
+    folders: list[Path] = []
+    original = cache._build
+
+    def counted(folder: Path, *more: object) -> object:
+        folders.append(folder)
+        return original(folder, *more)
+
+    monkeypatch.setattr(cache, "_build", counted)
+    return folders
+
+
+def notes(folder: Path, path: Path, **section: object) -> list[str]:
+    ctx = context(folder)
+    options = {"path": str(path), "max_len": 8, "validation": None, **section}
+    build(ctx, TextSection(**options))
+    assert isinstance(ctx.console, SilentConsole)
+    return ctx.console.lines
+
+
+def folder_of(tmp_path: Path) -> Path:
+    (folder,) = (tmp_path / "cache" / "text").iterdir()
+    return folder
+
+
+def rows(data: TextData) -> np.ndarray:
+    return np.stack([data._rows[i].input_ids for i in range(len(data._rows))])
+
+
+def test_the_second_run_builds_nothing(tmp_path: Path, builds: list[Path]):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello world"}, "bad"])
+    first, second = (text_data(tmp_path, str(path)) for _ in range(2))
+    assert len(builds) == 1
+    assert np.array_equal(rows(first), rows(second))
+    assert first.ledger() == second.ledger()
+    assert first.state() == second.state()
+
+
+def test_a_rebuild_says_why(tmp_path: Path, builds: list[Path]):
+    data = tmp_path / "data"
+    data.mkdir()
+    one = write_jsonl(data / "a.jsonl", [{"text": "hello"}])
+    assert notes(tmp_path, data) == []
+    write_jsonl(one, [{"text": "hello there"}])
+    os.utime(one, ns=(0, 10**9))
+    assert notes(tmp_path, data) == [f"tokenising again: {one} has changed (18 to 24 bytes)"]
+    os.utime(one, ns=(0, 2 * 10**9))
+    assert notes(tmp_path, data) == [f"tokenising again: {one} has changed (same size, written anew)"]
+    two = write_jsonl(data / "b.jsonl", [{"text": "more"}])
+    assert notes(tmp_path, data) == [f"tokenising again: {two} was added"]
+    two.unlink()
+    assert notes(tmp_path, data) == [f"tokenising again: {two} is gone"]
+    assert notes(tmp_path, data, strict=True) == ["tokenising again: text.strict has changed"]
+    assert notes(tmp_path, data, format="text") == [
+        f"tokenising again: {one} is read as text instead of jsonl"
+    ]
+    assert len(builds) == 7
+    assert len(list(folder_of(tmp_path).glob("*.bin"))) == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "index"])
+def test_a_damaged_cache_is_built_again(tmp_path: Path, damage: str):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello world"}])
+    wanted = rows(text_data(tmp_path, str(path)))
+    (tokens,) = folder_of(tmp_path).glob("tokens-*.bin")
+    if damage == "cut":
+        os.truncate(tokens, 3)
+    elif damage == "gone":
+        tokens.unlink()
+    else:
+        (folder_of(tmp_path) / "index.json").write_text('{"identity": ')
+    (line,) = notes(tmp_path, path)
+    assert ("index.json cannot be read" if damage == "index" else f"{tokens} is missing or cut short") in line
+    assert np.array_equal(rows(text_data(tmp_path, str(path))), wanted)
+
+
+def test_a_build_that_was_cut_short_leaves_the_old_cache_and_then_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
+    text_data(tmp_path, str(path))
+    index = (folder_of(tmp_path) / "index.json").read_bytes()
+    write_jsonl(path, [{"text": "something else"}])
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_replace_index", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            text_data(tmp_path, str(path))
+    assert (folder_of(tmp_path) / "index.json").read_bytes() == index
+    assert len(list(folder_of(tmp_path).glob("*.bin"))) == 4
+    assert text_data(tmp_path, str(path)).ledger()["tokens"] == 15
+    assert len(list(folder_of(tmp_path).glob("*.bin"))) == 2
+    assert not list(folder_of(tmp_path).glob("*.partial"))
+
+
+def test_an_open_cache_outlives_a_rebuild(tmp_path: Path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
+    old = text_data(tmp_path, str(path))
+    before = rows(old)
+    write_jsonl(path, [{"text": "other text"}])
+    text_data(tmp_path, str(path))
+    assert np.array_equal(rows(old), before)
+
+
+def test_small_tokens_take_two_bytes(tmp_path: Path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
+    text_data(tmp_path, str(path))
+    (tokens,) = folder_of(tmp_path).glob("tokens-*.bin")
+    assert tokens.stat().st_size == 2 * 6
+
+
+@pytest.mark.ranks
+def test_processes_that_start_together_build_once(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_text("some words in a line\n" * 200_000)
+    code = (
+        "import sys; from pathlib import Path; from tests.text.helpers import text_data\n"
+        "from trainforge_plugins.text import cache\n"
+        "original = cache._build\n"
+        "cache._build = lambda *a: print('built') or original(*a)\n"
+        "print(text_data(Path(sys.argv[1]), sys.argv[2], rank=int(sys.argv[3]), world=3).state().data)"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), str(path), str(rank)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    outputs = [process.communicate(timeout=120)[0].splitlines() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert sum(output.count("built") for output in outputs) == 1
+    assert len({output[-1] for output in outputs}) == 1
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path):
+    (tmp_path / "file").touch()
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
+    with pytest.raises(DataError) as caught:
+        text_data(tmp_path, str(path), section={"cache": tmp_path / "file"})
+    message = str(caught.value)
+    assert all(word in message for word in (str(tmp_path / "file"), "Not a directory", "text.cache", "free"))
+    assert "\n" not in message
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache._Writer, "write", full)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
+    with pytest.raises(DataError, match=r"No space left on device: set text\.cache"):
+        text_data(tmp_path, str(path))
+
+
+def test_the_section_decides_where_the_cache_lies(tmp_path: Path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
+    text_data(tmp_path, str(path), section={"cache": tmp_path / "mine"})
+    (index,) = (tmp_path / "mine").rglob("index.json")
+    assert json.loads(index.read_text())["tokens"] == 6
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,79 @@
+"""The recipe section, the provider and the quickstart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+from tests.text.helpers import context, text_data
+
+from trainforge.sections import RunSection, TrainSection
+from trainforge.stages import Data
+from trainforge_plugins import text
+from trainforge_plugins.text import TextSection, estimate, forge_data
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = Path(text.__file__).parent / "quickstart.yaml"
+
+
+def test_the_provider():
+    provider = forge_data()
+    assert provider.default
+    assert provider.config is TextSection
+    assert provider.quickstart == "trainforge_plugins.text:quickstart.yaml"
+
+
+def test_the_example_is_the_packaged_quickstart():
+    assert (ROOT / "examples" / "quickstart.yaml").read_bytes() == QUICKSTART.read_bytes()
+
+
+def test_the_quickstart_builds(tmp_path: Path):
+    recipe = yaml.safe_load(QUICKSTART.read_text("utf-8"))
+    RunSection(**recipe["run"])
+    train = TrainSection(**recipe["train"])
+    section, model = recipe["text"], recipe["model"]["config"]
+    data = text_data(
+        tmp_path,
+        section["path"],
+        section={**section, "validation": 0.02},
+        micro=train.global_batch or 1,
+        vocab_size=model["vocab_size"],
+        max_positions=model["max_position_embeddings"],
+    )
+    (batch,) = data.take(1)
+    assert batch.input_ids.shape == (train.global_batch, section["max_len"])
+    assert batch.real == batch.input_ids.numel()
+    assert batch.document_ids is None
+    assert data.ledger()["skipped"] == {}
+    assert isinstance(data, Data)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"path": "a", "max_len": 1},
+        {"path": "a", "validation": -0.1},
+        {"path": "a", "workers": -1},
+        {"path": "a", "last_batch": "wrap"},
+        {"path": "a", "filed": "x"},
+    ],
+)
+def test_what_the_section_refuses(section: dict[str, object]):
+    with pytest.raises(ValidationError):
+        TextSection(**section)  # type: ignore[arg-type]
+
+
+def test_lists_shares_counts_and_durations_are_taken():
+    section = TextSection(path=["a", "b"], validation=100, worker_timeout="2min")  # type: ignore[arg-type]
+    assert (section.path, section.validation, section.worker_timeout) == (("a", "b"), 100, 120.0)
+    assert TextSection(path="a", validation="held.txt").validation == "held.txt"
+
+
+def test_the_estimate_of_the_cache(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("x" * 1000)
+    ctx = context(tmp_path)
+    section = TextSection(path=str(tmp_path / "a.txt"))
+    assert estimate(ctx, ctx.model, section).disk == {"token cache": 2000}
