@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from trainforge.testing import MemoryConformance, OptimizerConformance
+from trainforge.testing import (
+    CheckpointConformance,
+    CommConformance,
+    DataConformance,
+    MemoryConformance,
+    ModelConformance,
+    OptimizerConformance,
+)
 
 REFERENCE = "trainforge.testing.reference"
 
@@ -12,4 +19,25 @@ class TestMemory(MemoryConformance):
 
 
 class TestOptimizer(OptimizerConformance):
+    plugin = REFERENCE
+
+
+class TestData(DataConformance):
+    plugin = REFERENCE
+
+
+class TestCheckpoint(CheckpointConformance):
+    plugin = REFERENCE
+
+
+class TestModel(ModelConformance):
+    plugin = REFERENCE
+
+
+class TestTiedModel(ModelConformance):
+    plugin = REFERENCE
+    model = {"tied": True, "auxiliary": 0.1, "freeze": ["blocks.0.up.weight"]}
+
+
+class TestComm(CommConformance):
     plugin = REFERENCE

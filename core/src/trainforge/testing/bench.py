@@ -23,7 +23,7 @@ REFERENCE = "trainforge.testing.reference"
 BUILD_ORDER = ("comm", "model", "data", "optimizer", "memory", "checkpoint")
 
 PluginReference = str | Path
-"""A plugin's name (`"mine"`), its file (`"./mine.py"`), or where it lies: `"package.module"`, `"package.module:object"`."""
+"""A plugin's name (`"mine"`), its file (`"./mine.py"`), `"package.module"` or `"package.module:object"`."""
 
 _catalog: list[Catalog] = []
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from trainforge.hookspecs import hookimpl
-from trainforge.provider import Provider, Section
+from trainforge.provider import Provider, Section, Traits
 
 if TYPE_CHECKING:
     from trainforge.context import Context
@@ -60,7 +60,7 @@ def forge_memory() -> Provider:
 @hookimpl
 def forge_comm() -> Provider:
     """A single rank."""
-    return Provider(build=_comm, config=ReferenceSection)
+    return Provider(build=_comm, config=ReferenceSection, traits=Traits(max_world=1))
 
 
 @hookimpl

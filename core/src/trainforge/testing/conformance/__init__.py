@@ -1,0 +1,1 @@
+"""One class of rules per stage."""

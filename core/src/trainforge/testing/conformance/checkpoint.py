@@ -1,0 +1,297 @@
+"""The rules of the checkpoint stage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from trainforge.errors import CheckpointError, TrainForgeError
+from trainforge.stages import (
+    Checkpoint,
+    Extent,
+    NamedTensor,
+    PartState,
+    checkpoint_name,
+    is_checkpoint_name,
+)
+from trainforge.testing.bench import Stages
+from trainforge.testing.conformance.base import PluginConformance
+
+
+class Box:
+    """A part of a run for tests: any data, any tensors."""
+
+    def __init__(
+        self, data: Mapping[str, Any], tensors: Mapping[tuple[str, Extent], Tensor], version: int = 1
+    ) -> None:
+        self.data, self.tensors, self.version = dict(data), dict(tensors), version
+        self.loaded: tuple[int, dict[str, Any]] | None = None
+
+    def state(self) -> PartState:
+        """The live tensors."""
+        named = tuple(NamedTensor(key, extent, t) for (key, extent), t in self.tensors.items())
+        return PartState(self.version, self.data, named)
+
+    def load(self, version: int, data: dict[str, Any]) -> None:
+        """Keep what was given."""
+        self.loaded = (version, data)
+
+    def emptied(self) -> Box:
+        """A box of the same shape with other bits in it."""
+        return Box({}, {place: torch.full_like(t, 1) for place, t in self.tensors.items()}, self.version)
+
+
+class CheckpointConformance(PluginConformance):
+    """Whether what comes back is what was saved, whatever happens in between.
+
+    Attributes:
+        dtypes: of the tensors that are saved.
+    """
+
+    stage = "checkpoint"
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16", "int16", "int64", "uint8", "bool")
+
+    def boxes(self) -> dict[str, Box]:
+        """Two parts: tensors of every dtype and odd sizes, and nested data."""
+        generator = torch.Generator().manual_seed(1)
+        tensors = {}
+        for dtype in self.dtypes:
+            name = f"blocks.0.{dtype}"
+            bits = torch.randint(0, 2, (37,), generator=generator)
+            values = bits if dtype == "bool" else torch.randn(37, generator=generator) * 50
+            tensors["value", Extent(name, (37,), 0, 37)] = values.to(getattr(torch, dtype))
+        whole = Extent("big.weight", (64, 70), 0, 4480)
+        tensors["master", whole] = torch.randn(4480, generator=generator)
+        tensors["exp_avg", whole] = torch.randn(4480, generator=generator)
+        tensors["step", whole.number] = torch.tensor(12345.0)
+        tensors["master", Extent("empty", (0, 3), 0, 0)] = torch.zeros(0)
+        odd = torch.tensor([float("inf"), -0.0, 1e-45, -1e38, 0.1])
+        tensors["master", Extent("odd", (5,), 0, 5)] = odd
+        data = {
+            "position": 2**53 + 1,
+            "ratio": 0.1,
+            "names": ["ä", "b"],
+            "nested": {"none": None, "yes": True},
+        }
+        return {"memory": Box(data, tensors), "data": Box({"consumed": 7}, {}, version=3)}
+
+    def saved(self, folder: Path, step: int = 12) -> tuple[Stages, dict[str, Box], Path]:
+        """A stage that has saved the boxes, the boxes, and where."""
+        stages = self.build(folder)
+        boxes = self.boxes()
+        stages.checkpoint.save(step, boxes)
+        stages.checkpoint.wait()
+        return stages, boxes, folder / "checkpoints" / checkpoint_name(step)
+
+    def test_what_comes_back_is_what_was_saved(self, tmp_path: Path) -> None:
+        """Every dtype, bit for bit; plain data and version as they were; tensors filled before `load`."""
+        stages, boxes, path = self.saved(tmp_path)
+        fresh = {name: box.emptied() for name, box in boxes.items()}
+        stages.checkpoint.restore(fresh, path)
+        for name, box in boxes.items():
+            assert fresh[name].loaded == (box.version, box.data), (
+                f"load() of part {name} got {fresh[name].loaded}"
+            )
+            for place, tensor in box.tensors.items():
+                assert same_bits(fresh[name].tensors[place], tensor), (
+                    f"{place[0]} of {place[1].name} ({tensor.dtype}) came back different: fill the live tensor in place"
+                )
+        assert stages.checkpoint.verify(path) == [], "verify() finds problems in a fresh checkpoint"
+
+    def test_another_layout_can_read_it(self, tmp_path: Path) -> None:
+        """Extents cut in another way are filled from whichever saved ones overlap, both ways."""
+        stages, boxes, path = self.saved(tmp_path / "whole")
+        shape, whole = (64, 70), boxes["memory"].tensors["master", Extent("big.weight", (64, 70), 0, 4480)]
+        cuts = (Extent("big.weight", shape, 0, 1001), Extent("big.weight", shape, 1001, 3479))
+        split = Box({}, {("master", extent): torch.zeros(extent.length) for extent in cuts})
+        stages.checkpoint.restore({"memory": split}, path)
+        pieces = torch.cat([split.tensors["master", extent] for extent in cuts])
+        assert torch.equal(pieces, whole), "a whole parameter restored into two extents differs"
+        other = self.build(tmp_path / "split")
+        other.checkpoint.save(1, {"memory": split})
+        other.checkpoint.wait()
+        middle = Extent("big.weight", shape, 900, 300)
+        target = Box({}, {("master", middle): torch.zeros(300)})
+        other.checkpoint.restore({"memory": target}, tmp_path / "split" / "checkpoints" / checkpoint_name(1))
+        same = torch.equal(target.tensors["master", middle], whole[900:1200])
+        assert same, "an extent that overlaps two saved ones was not put together from both"
+
+    def test_a_committed_folder(self, tmp_path: Path) -> None:
+        """`checkpoints/step-00000012` with the fields of the contract; nothing else has such a name."""
+        before = time.time()
+        stages, _, path = self.saved(tmp_path)
+        assert path.is_dir(), f"the checkpoint of step 12 must lie in checkpoints/{checkpoint_name(12)}"
+        facts = json.loads((path / "checkpoint.json").read_text("utf-8"))
+        for key, kind in {"step": int, "writer": str, "format": int, "saved_at": float | int}.items():
+            assert isinstance(facts.get(key), kind), (
+                f"checkpoint.json needs `{key}` as a {kind}; it has {facts.get(key)!r}"
+            )
+        assert facts["step"] == 12, f"checkpoint.json says step {facts['step']}"
+        assert facts["writer"] == stages.ctx.plugin, (
+            f"writer is {facts['writer']!r}; it is ctx.plugin, the plugin's name"
+        )
+        assert before - 1 <= facts["saved_at"] <= time.time() + 1, (
+            "saved_at must be the time of the save (Unix seconds)"
+        )
+
+    def test_committed_tells_once(self, tmp_path: Path) -> None:
+        """What was committed since the last call, with its size."""
+        stages, _, path = self.saved(tmp_path)
+        told = stages.checkpoint.committed()
+        assert [(info.step, info.path) for info in told] == [(12, path)], f"committed() gave {told}"
+        assert told[0].bytes > 2 * 4480 * 4, (
+            f"CheckpointInfo.bytes is {told[0].bytes}, less than the tensors take"
+        )
+        assert stages.checkpoint.committed() == [], "committed() told of the same checkpoint twice"
+
+    def test_a_save_is_a_snapshot(self, tmp_path: Path) -> None:
+        """What changes after `save` returned is not in it, however late it is written."""
+        stages = self.build(tmp_path)
+        boxes = self.boxes()
+        wanted = {place: t.clone() for place, t in boxes["memory"].tensors.items()}
+        stages.checkpoint.save(1, boxes)
+        for tensor in boxes["memory"].tensors.values():
+            tensor.zero_()
+        boxes["memory"].data["position"] = 0
+        stages.checkpoint.wait()
+        fresh = boxes["memory"].emptied()
+        stages.checkpoint.restore({"memory": fresh}, tmp_path / "checkpoints" / checkpoint_name(1))
+        for place, tensor in wanted.items():
+            same = same_bits(fresh.tensors[place], tensor)
+            assert same, f"{place[0]} of {place[1].name} holds what was written after save() had returned"
+        assert fresh.loaded is not None
+        assert fresh.loaded[1]["position"] != 0, (
+            "plain data changed after save() had returned is in the checkpoint"
+        )
+
+    def test_a_flipped_bit_is_noticed(self, tmp_path: Path) -> None:
+        """In any file: restore refuses or gives the exact bytes; `verify` names the file."""
+        stages, boxes, path = self.saved(tmp_path)
+        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+            content = file.read_bytes()
+            noticed = 0
+            for place in sorted({len(content) * i // 7 for i in range(7)} | {len(content) - 1}):
+                file.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+                noticed += self._notices(
+                    stages.checkpoint, boxes, path, f"bit flip at byte {place} of {file.name}"
+                )
+                file.write_bytes(content)
+            assert noticed or len(content) < 64, (
+                f"no flipped bit in {file.name} was noticed: checksum every file"
+            )
+        assert stages.checkpoint.verify(path) == [], "the checkpoint is as it was, and verify() complains"
+
+    def test_a_damaged_file_is_noticed(self, tmp_path: Path) -> None:
+        """Missing, empty or cut short."""
+        stages, boxes, path = self.saved(tmp_path)
+        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+            content = file.read_bytes()
+            damages: dict[str, Callable[[], object]] = {
+                "missing": file.unlink,
+                "empty": lambda file=file: file.write_bytes(b""),
+                "cut short": lambda file=file, content=content: file.write_bytes(
+                    content[: len(content) // 2]
+                ),
+            }
+            for what, damage in damages.items():
+                damage()
+                noticed = self._notices(stages.checkpoint, boxes, path, f"{file.name} {what}")
+                assert noticed, f"{file.name} is {what}, and neither restore() nor verify() noticed"
+                file.write_bytes(content)
+
+    @staticmethod
+    def _notices(checkpoint: Checkpoint, boxes: Mapping[str, Box], path: Path, what: str) -> bool:
+        problems = checkpoint.verify(path)
+        fresh = {name: box.emptied() for name, box in boxes.items()}
+        try:
+            checkpoint.restore(fresh, path)
+        except TrainForgeError as error:
+            assert isinstance(error, CheckpointError), f"{what}: restore() raised {type(error).__name__}"
+            assert problems, f"{what}: restore() refuses it ({error}), verify() finds nothing"
+            return True
+        except Exception as error:
+            raise AssertionError(
+                f"{what}: restore() raised {error!r} instead of a CheckpointError"
+            ) from error
+        for name, box in boxes.items():
+            for place, tensor in box.tensors.items():
+                same = same_bits(fresh[name].tensors[place], tensor)
+                assert same, (
+                    f"{what}: restore() gave wrong bytes for {place[0]} of {place[1].name} without a word"
+                )
+            assert fresh[name].loaded == (box.version, box.data), f"{what}: restore() gave wrong plain data"
+        return bool(problems)
+
+    def test_what_is_missing_is_named(self, tmp_path: Path) -> None:
+        """A part, a tensor or a shape that the checkpoint does not have."""
+        stages, boxes, path = self.saved(tmp_path)
+        whole = Extent("big.weight", (64, 70), 0, 4480)
+        lacking = {
+            "residual": {"residual": Box({}, {})},
+            "elsewhere": {"memory": Box({}, {("master", Extent("elsewhere", (3,), 0, 3)): torch.zeros(3)})},
+            "big.weight": {
+                "memory": Box({}, {("master", Extent("big.weight", (70, 64), 0, 4480)): torch.zeros(4480)})
+            },
+            "momentum": {"memory": Box({}, {("momentum", whole): torch.zeros(4480)})},
+        }
+        for name, parts in lacking.items():
+            try:
+                stages.checkpoint.restore(parts, path)
+            except CheckpointError as error:
+                assert name in str(error), f"the refusal must name {name}: {error}"
+            else:
+                raise AssertionError(f"restore() filled {name} from a checkpoint that does not have it so")
+
+    def test_older_checkpoints_go(self, tmp_path: Path) -> None:
+        """`train.keep` newest ones stay, each of them whole."""
+        stages = self.build(tmp_path, train={"keep": 2})
+        for step in (1, 2, 3, 4):
+            stages.checkpoint.save(step, self.boxes())
+            stages.checkpoint.wait()
+        folder = tmp_path / "checkpoints"
+        steps = sorted(s for p in folder.iterdir() if (s := is_checkpoint_name(p.name)) is not None)
+        assert steps == [3, 4], f"after saving steps 1 to 4 with train.keep = 2 there are {steps}"
+        for step in steps:
+            assert stages.checkpoint.verify(folder / checkpoint_name(step)) == [], f"step {step} is damaged"
+
+    def test_a_save_can_be_repeated(self, tmp_path: Path) -> None:
+        """Saving the same step again replaces it."""
+        stages, boxes, path = self.saved(tmp_path)
+        boxes["data"].data["consumed"] = 8
+        stages.checkpoint.save(12, boxes)
+        stages.checkpoint.wait()
+        fresh = boxes["data"].emptied()
+        stages.checkpoint.restore({"data": fresh}, path)
+        assert fresh.loaded == (3, {"consumed": 8}), (
+            f"after saving step 12 twice, restore() gave {fresh.loaded}"
+        )
+
+    def test_a_failed_save_is_told_and_leaves_no_checkpoint(self, tmp_path: Path) -> None:
+        """By `save` or by `wait`, as a CheckpointError; nothing has a committed name."""
+        stages = self.build(tmp_path)
+        folder = tmp_path / "checkpoints"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.write_text("a file where the folder should be")
+        try:
+            stages.checkpoint.save(1, self.boxes())
+            stages.checkpoint.wait()
+        except CheckpointError:
+            pass
+        except Exception as error:
+            raise AssertionError(f"a save that fails must raise a CheckpointError, not {error!r}") from error
+        else:
+            raise AssertionError("the folder cannot be written, and neither save() nor wait() said so")
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors hold the same bytes (NaN equals NaN, 0.0 is not -0.0)."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return torch.equal(*(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)))
