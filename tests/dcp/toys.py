@@ -62,10 +62,18 @@ def zeros_like(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def checkpoint(
-    run_dir: Path, *, rank: int = 0, world: int = 1, comm: Comm | None = None, keep: int = 2, **section
-):
+    run_dir: Path,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    comm: Comm | None = None,
+    keep: int = 2,
+    device: str = "cpu",
+    **section: Any,
+) -> DcpCheckpoint:
+    built = {"comm": comm or Comm()}
     ctx = make_context(
-        run_dir=run_dir, rank=rank, world=world, plugin="dcp", keep=keep, built={"comm": comm or Comm()}
+        run_dir=run_dir, rank=rank, world=world, plugin="dcp", keep=keep, built=built, device=device
     )
     stage = build(ctx, DcpSection(**section))
     assert isinstance(stage, DcpCheckpoint)

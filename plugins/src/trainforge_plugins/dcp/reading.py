@@ -7,6 +7,7 @@ into flat 1-D tensors named `part/key/name`.
 from __future__ import annotations
 
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,12 @@ class HeldLoadPlanner(LoadPlanner):
         """One item for each stored chunk and each span of ours that it serves."""
         items = []
         for tensor, spans in self._wanted.items():
+            chunks = self._stored[tensor].chunks  # in order of their offset, without a gap
+            offsets = [chunk.offsets[0] for chunk in chunks]
             for index, span in enumerate(spans):
-                for chunk in self._stored[tensor].chunks:
+                first = max(0, bisect_right(offsets, span.offset) - 1)
+                last = bisect_left(offsets, span.offset + span.length)
+                for chunk in chunks[first:last]:
                     begin = max(chunk.offsets[0], span.offset)
                     end = min(chunk.offsets[0] + chunk.sizes[0], span.offset + span.length)
                     if begin < end:

@@ -94,9 +94,11 @@ class Save:
             self._commit(record)
         else:
             self._follow(record)
+        document = manifest.read_manifest(self.final)
+        if document.save_id != self.save_id:
+            raise CheckpointError(f"rank 0 gave up saving step {self.step}; its log says why")
         size = sum(path.stat().st_size for path in self.final.iterdir())
-        saved_at = manifest.read_manifest(self.final).saved_at
-        return CheckpointInfo(self.step, self.final, self.writer, size, saved_at)
+        return CheckpointInfo(self.step, self.final, self.writer, size, document.saved_at)
 
     def _write_own(self) -> RankRecord:
         """Write this rank's file. A failure is put into the record, and what was written is removed."""
@@ -159,7 +161,8 @@ class Save:
         try:
             manifest.write_durably(self._record_path(self.rank), own.model_dump_json().encode())
         except OSError as error:
-            raise folders.disk_error(error, self.folder, 0) from error
+            if self.temporary.exists():  # else rank 0 has given up already
+                raise folders.disk_error(error, self.folder, 0) from error
         if not self._wait_for(lambda: failed.exists() or not self.temporary.exists()):
             raise CheckpointError(
                 f"rank 0 has not committed step {self.step} after {format_seconds(self.timeout)}"
