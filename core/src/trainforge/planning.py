@@ -57,9 +57,12 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over plugin names, versions and the effective recipe: every rank must have the same."""
-        plugins = {name: source.version for name, source in self.selection.sources().items()}
-        facts = json.dumps([plugins, self._facts(), self.recipe.effective()], sort_keys=True, default=str)
+        """SHA-256 over plugins, versions and the effective recipe, however chosen: every rank must have the same."""
+        roles = {chosen.stage: chosen.plugin for chosen in self.chosen.values()}
+        plugins = {
+            name: (source.distribution, source.version) for name, source in self.selection.sources().items()
+        }
+        facts = json.dumps([roles, plugins, self.recipe.effective()], sort_keys=True, default=str)
         return hashlib.sha256(facts.encode()).hexdigest()
 
     def check(self, device_type: str, world: int) -> None:

@@ -1,0 +1,246 @@
+"""What each command passes on and prints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import trainforge
+from trainforge.cli import main
+from trainforge.options import RunOptions
+
+
+def forge(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments), prog_name="forge")
+
+
+@pytest.fixture(autouse=True)
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    Path("x.txt").write_text("some text\n" * 100)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "train: {steps: 1}\ntext: {path: x.txt, max_len: 16}\n"
+        "model: {config: {model_type: qwen2, vocab_size: 264, hidden_size: 16, num_hidden_layers: 2, "
+        "num_attention_heads: 2, num_key_value_heads: 1, intermediate_size: 32, max_position_embeddings: 32}}\n"
+    )
+    return path
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls of what carries a plan out or starts ranks; nothing is trained."""
+    import trainforge.launcher
+    import trainforge.runner
+
+    made: list[Any] = []
+
+    def run_plan(plan: Any, options: RunOptions) -> int:
+        made.append((plan, options))
+        return 3
+
+    def launch(argv: Any, nproc: int, **kwargs: Any) -> int:
+        made.append((tuple(argv), nproc, kwargs))
+        return 3
+
+    monkeypatch.setattr(trainforge.runner, "run_plan", run_plan)
+    monkeypatch.setattr(trainforge.launcher, "launch", launch)
+    return made
+
+
+def test_run_passes_its_options_and_gives_back_the_exit_code(calls: list[Any]):
+    result = forge(
+        *[
+            "run",
+            "recipe.yaml",
+            "--run-dir",
+            "there",
+            "--max-steps",
+            "4",
+            "--resume",
+            "2",
+            "--fresh",
+            "--strict",
+        ],
+        *["--allow-change", "train.lr", "--allow-change", "run.seed", "--debug", "--set", "train.lr=1e-2"],
+    )
+    assert result.exit_code == 3, result.output
+    ((plan, options),) = calls
+    assert options == RunOptions(Path("there"), 4, 2, True, ("train.lr", "run.seed"), True, True)
+    assert plan.recipe.train.lr == 0.01
+
+
+@pytest.mark.parametrize(
+    ("more", "nproc"),
+    [
+        (["--nproc", "2"], 2),
+        (["--devices", "0,2,1"], 3),
+        (["--set", "run.devices=[0, 1]"], 2),
+        (["--nnodes", "2"], 1),
+    ],
+)
+def test_several_ranks_are_launched_with_the_same_arguments(calls: list[Any], more: list[str], nproc: int):
+    arguments = ["run", "recipe.yaml", *more, "--rdzv", "host:1"]
+    assert forge(*arguments).exit_code == 3
+    ((argv, asked, kwargs),) = calls
+    assert (argv, asked) == (tuple(arguments), nproc)
+    assert kwargs == {"nnodes": 2 if "--nnodes" in more else 1, "node_rank": 0, "rdzv": "host:1"}
+
+
+def test_a_rank_does_not_launch_again(calls: list[Any], monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert forge("run", "recipe.yaml", "--nproc", "2").exit_code == 3
+    assert isinstance(calls[0][1], RunOptions)
+
+
+def test_from_python_it_is_the_same(calls: list[Any]):
+    made = trainforge.plan("recipe.yaml", overrides=["run.seed=4"])
+    assert trainforge.run(made, max_steps=2, run_dir="there") == 3
+    assert trainforge.run("recipe.yaml", overrides=["run.seed=4"]) == 3
+    (plan, options), (again, _) = calls
+    assert options == RunOptions(Path("there"), 2)
+    assert plan.hash == again.hash
+    with pytest.raises(TypeError, match="overrides"):
+        trainforge.run(made, overrides=["run.seed=5"])
+
+
+def test_plan_shows_who_does_what_and_what_it_needs():
+    result = forge("plan", "recipe.yaml", "--set", "train.global_batch=4")
+    assert result.exit_code == 0, result.output
+    for word in ("optimizer", "trainforge-plugins", "default", "global_batch: 4", "parameters", "together"):
+        assert word in result.stdout
+    data = json.loads(forge("plan", "recipe.yaml", "--json").stdout)
+    assert data["recipe"]["train"]["steps"] == 1
+    # embedding and head, then per block: q, k, v with bias, o, gate, up, down, and two norms; the last norm
+    block = (16 * 16 + 16) + 2 * (16 * 8 + 8) + 16 * 16 + 3 * 16 * 32 + 2 * 16
+    tied = data["recipe"]["model"]["config"].get("tie_word_embeddings", False)
+    assert data["sizes"]["parameters"] == 264 * 16 * (1 if tied else 2) + 2 * block + 16
+    assert forge("plan", "recipe.yaml", "--no-sizes").exit_code == 0
+
+
+def test_plugins_lists_all_and_explains_one():
+    listing = forge("plugins")
+    assert listing.exit_code == 0
+    assert "trainforge-plugins" in listing.stdout
+    one = forge("plugins", "text").stdout
+    for word in ("forge_data", "max_len", "512", "tokens per row", "Recipe section text"):
+        assert word in one
+    assert "Recipe section model" in forge("plugins", "hf").stdout
+
+
+def test_plugins_names_what_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    info = tmp_path / "sick-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sick\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[trainforge.plugins]\nsickly = sick_no_such_module\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = CliRunner().invoke(main, ["plugins"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "sickly" in result.stdout
+    assert "unavailable:" in result.stdout
+
+
+def checkpoint(run: Path, step: int) -> None:
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    about = {"step": step, "writer": "keeper", "format": 1, "saved_at": 1e9}
+    (folder / "checkpoint.json").write_text(json.dumps(about))
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A run with three checkpoints of a local plugin that finds those damaged that hold a file `bad`."""
+    run = tmp_path / "kept"
+    for step in (1, 2, 30):
+        checkpoint(run, step)
+    (tmp_path / "keeper.py").write_text(
+        "from trainforge.hookspecs import hookimpl\nfrom trainforge.provider import Provider\n"
+        "from trainforge.stages import Checkpoint\n"
+        "class Keeper(Checkpoint):\n"
+        "    def save(self, step, parts): ...\n    def wait(self): ...\n    def restore(self, parts, path): ...\n"
+        "    def verify(self, path): return ['bad: rotten'] if (path / 'bad').exists() else []\n"
+        "@hookimpl\ndef forge_checkpoint(): return Provider(build=lambda ctx, config: Keeper())\n"
+    )
+    record = {"plugin": "keeper", "reference": str(tmp_path / "keeper.py")}
+    (run / "plan.json").write_text(json.dumps({"stages": {"checkpoint": record}}))
+    return run
+
+
+def test_checkpoints_are_listed_verified_and_pruned(kept: Path):
+    listing = forge("checkpoints", str(kept)).stdout
+    assert [line.split()[0] for line in listing.splitlines()[1:]] == ["1", "2", "30"]
+    assert forge("checkpoints", str(kept), "verify").stdout.count("sound") == 3
+    assert forge("checkpoints", str(kept), "verify", "--step", "2").stdout == "step 2: sound\n"
+    assert "kept are 1, 2, 30" in forge("checkpoints", str(kept), "verify", "--step", "3").stderr
+    pruned = forge("checkpoints", str(kept), "prune", "--keep", "2")
+    assert pruned.exit_code == 0, pruned.output
+    assert sorted(path.name for path in (kept / "checkpoints").iterdir()) == [
+        "step-00000002",
+        "step-00000030",
+    ]
+
+
+def test_a_damaged_checkpoint_is_told_and_keeps_the_older_ones(kept: Path):
+    (kept / "checkpoints" / "step-00000030" / "bad").touch()
+    verified = forge("checkpoints", str(kept), "verify")
+    assert verified.exit_code == 1
+    assert "step 30: DAMAGED\n  bad: rotten" in verified.stdout
+    pruned = forge("checkpoints", str(kept), "prune")
+    assert pruned.exit_code == 1
+    assert "nothing was deleted" in pruned.stderr
+    assert len(list((kept / "checkpoints").iterdir())) == 3
+
+
+def best_of_three(command: list[str]) -> tuple[float, str]:
+    times, output = [], ""
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        times.append(time.perf_counter() - began)
+        assert done.returncode == 0, done.stderr
+        output = done.stdout
+    return min(times), output
+
+
+def test_help_is_fast():
+    seconds, output = best_of_three([sys.executable, "-m", "trainforge.cli", "--help"])
+    for command in ("run", "plan", "plugins", "checkpoints", "doctor"):
+        assert command in output
+    assert seconds < 0.3
+
+
+def test_help_of_every_command_imports_nothing_slow():
+    code = (
+        "import sys\nfrom click.testing import CliRunner\nfrom trainforge.cli import main\n"
+        "for name in main.commands:\n"
+        "    result = CliRunner().invoke(main, [name, '--help'])\n"
+        "    assert result.exit_code == 0, result.output\n"
+        "slow = {'torch', 'pydantic', 'rich', 'pluggy', 'yaml'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_plan_without_sizes_is_fast(recipe: Path):
+    seconds, _ = best_of_three([sys.executable, "-m", "trainforge.cli", "plan", str(recipe), "--no-sizes"])
+    assert seconds < 1
+
+
+def test_module_and_script_say_their_version():
+    done = subprocess.run(
+        [sys.executable, "-m", "trainforge.cli", "--version"], capture_output=True, text=True
+    )
+    assert done.stdout == f"TrainForge {trainforge.__version__}\n"
