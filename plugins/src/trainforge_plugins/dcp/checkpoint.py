@@ -220,8 +220,8 @@ class DcpCheckpoint(Checkpoint):
                 folders.prune(self._folder, self._keep, info.path, self._plugin, self._is_sound)
         except OSError as error:
             self._error = CheckpointError(
-                f"an older checkpoint in {self._folder} cannot be deleted ({error.strerror}): free the folder, or raise "
-                "train.keep"
+                f"an older checkpoint in {self._folder} cannot be deleted ({error.strerror}): see its permissions, or "
+                "raise train.keep"
             )
         except Exception as error:
             self._error = error
