@@ -64,6 +64,14 @@ def start(
     return run
 
 
+def _observers(plan: Plan, ctx: Context) -> list[tuple[str, object]]:
+    """The built observers, then the plugins that implement events themselves."""
+    built: list[tuple[str, object]] = [
+        (chosen.plugin, _build(chosen, ctx, "observer")) for chosen in plan.observers
+    ]
+    return [*built, *plan.listeners]
+
+
 def build_stages(
     plan: Plan, ctx: Context, names: tuple[StageName, ...], closing: contextlib.ExitStack
 ) -> None:
