@@ -85,8 +85,9 @@ class Block(nn.Module):
         width = config.width
         self.p = config.dropout
         self.attention_norm = Norm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width, bias=False)
+        # no bias here: a key's bias has a gradient of exactly zero, whose rounding noise Adam would blow up
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width)
         self.mlp_norm = Norm(width)
         if config.experts:
             self.experts = Experts(width, config.experts)

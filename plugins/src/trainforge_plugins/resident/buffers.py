@@ -82,13 +82,18 @@ class Buffers:
         self.master_starts: dict[Extent, int] = {}
         self.runs: list[tuple[int, int, int]] = []
         neighbour = -1  # where the next extent must start to continue the last run
-        for start, extent in sorted((self.layout.starts[e.name] + e.offset, e) for e in owned):
+        places = [
+            (self.layout.starts[extent.name] + extent.offset, extent.length, extent) for extent in owned
+        ]
+        for start, length, extent in sorted(
+            places, key=lambda place: place[:2]
+        ):  # empty ones share their start
             self.owned.setdefault(extent.name, []).append(extent)
             if start != neighbour:
                 self.runs.append((aligned(sum(self.runs[-1][::2])) if self.runs else 0, start, 0))
             first, working, _ = self.runs[-1]
             self.master_starts[extent] = start if self.dtype == torch.float32 else first + start - working
-            end = start + extent.length
+            end = start + length
             self.runs[-1] = (first, working, end - working)
             complete = extent.offset + extent.length == math.prod(extent.global_shape)
             neighbour = aligned(end) if complete else end
