@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.support.context import make_context
 
 from trainforge.stages import Comm
@@ -21,13 +22,14 @@ ROOT = Path(__file__).resolve().parents[2]
 RANKS = (0, 1)
 
 
-def run_ranks(folder: Path, *arguments: str) -> list[dict[str, Any] | None]:
+def run_ranks(folder: Path, *arguments: str, device: str = "cpu") -> list[dict[str, Any] | None]:
     """Runs a scenario of worker.py on two ranks; gives what each wrote."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     command = [sys.executable, "-m", "tests.ddp.worker", arguments[0], str(folder), *arguments[1:]]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    address["TEST_DEVICE"] = device
     processes = [
         subprocess.Popen(command, cwd=ROOT, env=os.environ | address | {"RANK": str(r), "LOCAL_RANK": str(r)})
         for r in RANKS
@@ -42,9 +44,12 @@ def run_ranks(folder: Path, *arguments: str) -> list[dict[str, Any] | None]:
     return [json.loads(path.read_text()) if path.exists() else None for path in paths]
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    found = run_ranks(tmp_path_factory.mktemp("ddp"), "everything")
+TWO_CARDS = pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two cards")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, TWO_CARDS])])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    found = run_ranks(tmp_path_factory.mktemp("ddp"), "everything", device=request.param)
     assert all(result is not None for result in found), "a rank failed; its traceback is above"
     return found
 

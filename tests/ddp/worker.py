@@ -21,10 +21,11 @@ from trainforge.stages import IGNORED, Comm, Extent, FlatBuffer
 from trainforge_plugins.ddp import DdpSection, build
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+DEVICE = torch.device(f"cuda:{RANK}" if os.environ.get("TEST_DEVICE") == "cuda" else "cpu")
 
 
 def make_comm(**section: Any) -> tuple[Comm, Any]:
-    ctx = make_context(rank=RANK, world=WORLD)
+    ctx = make_context(rank=RANK, world=WORLD, device=str(DEVICE))
     return build(ctx, DdpSection(**section)), ctx.console
 
 
@@ -35,7 +36,7 @@ def make_buffer(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.f
         extents.append(Extent(name, shape, 0, length))
         starts.append(total)
         total += length
-    return FlatBuffer(torch.zeros(total, dtype=dtype), tuple(extents), tuple(starts))
+    return FlatBuffer(torch.zeros(total, dtype=dtype, device=DEVICE), tuple(extents), tuple(starts))
 
 
 @contextmanager
@@ -54,6 +55,16 @@ def counted_reductions() -> Iterator[list[int]]:
         yield sizes
     finally:
         dist.all_reduce = plain
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    """On a GPU: whatever makes the host wait for the device is an error."""
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    yield
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class Landing:
@@ -78,10 +89,11 @@ def buckets() -> dict[str, Any]:
             buffer.tensor.copy_(torch.arange(76.0) * (1 + RANK) * step)
             order = buffer.extents if RANK == 0 else buffer.extents[::-1]
             after = []
-            for extent in order:
-                sink(extent, None)
-                after.append(list(launched))
-            used = comm.finish()
+            with no_host_sync():
+                for extent in order:
+                    sink(extent, None)
+                    after.append(list(launched))
+                used = comm.finish()
             seen[f"step{step}"] = {
                 "after": after,
                 "launched": list(launched),
@@ -139,7 +151,7 @@ def numbers() -> dict[str, Any]:
     seen = {
         "control": comm.control([big, RANK + 1.0, 0.0]),
         "gather": comm.gather({"rank": RANK, "text": "ä" * (1 + 40 * RANK), "none": None}),
-        "sum_ranks": comm.sum_ranks(torch.tensor([1.0, RANK])).tolist(),
+        "sum_ranks": comm.sum_ranks(torch.tensor([1.0, RANK], device=DEVICE)).tolist(),
         "partition": (comm.rank, comm.world),
     }
     comm.close()
@@ -191,7 +203,7 @@ def branches() -> dict[str, Any]:
         for index, extent in enumerate(buffer.extents):
             parts = [grads[extent.name].flatten() for grads in everyone if extent.name in grads]
             expected = torch.stack(parts).sum(0) if parts else torch.zeros(extent.length)
-            worst = max(worst, (buffer.span(index) - expected).abs().max().item())
+            worst = max(worst, (buffer.span(index).cpu() - expected).abs().max().item())
         expected_names = {name.partition(".")[0] for grads in everyone for name in grads}
         steps.append([worst, sorted({name.partition(".")[0] for name in used}), sorted(expected_names)])
     comm.close()
@@ -226,7 +238,7 @@ def accumulation() -> dict[str, Any]:
                 part = loss_of(index) / tokens
                 loss += part.detach()
                 for place, grad in enumerate(torch.autograd.grad(part, parameters)):
-                    buffer.span(place).add_(grad.flatten())
+                    buffer.span(place).add_(grad.flatten().to(DEVICE))
         for extent in buffer.extents:
             sink(extent, None)
         comm.finish()
@@ -236,8 +248,8 @@ def accumulation() -> dict[str, Any]:
         "collectives": len(launched),
         "buckets": comm.metrics()["buckets"],
         "tokens": tokens,
-        "loss": comm.sum_ranks(loss).item() - whole.item(),
-        "gradient": ((buffer.tensor - expected).norm() / expected.norm()).item(),
+        "loss": comm.sum_ranks(loss.to(DEVICE)).item() - whole.item(),
+        "gradient": ((buffer.tensor.cpu() - expected).norm() / expected.norm()).item(),
     }
     comm.close()
     return seen
