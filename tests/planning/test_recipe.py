@@ -72,7 +72,7 @@ def test_a_recipe_is_validated_by_core_and_the_chosen_plugins(rich: Site):
         ("train: {steps: 1\n", "line 2: not YAML"),
         ("a: 1\n\tb: 2\n", "line 2: not YAML"),
         ("- a\n- b\n", "holds a list; it must be a mapping"),
-        ("just words", "holds text"),
+        ("just words", "holds plain text"),
         ("", "is empty"),
         ("train: {steps: 1}\nrun: {}\ntrain: {steps: 2}\n", "line 3: train is given twice (first in line 1)"),
         ("train:\n  steps: 1\n  steps: 2\n", "line 3: steps is given twice (first in line 2)"),

@@ -140,4 +140,4 @@ def _load(text: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    return {list: "a list", str: "text", bool: "true or false"}.get(type(value), "a number")
+    return {list: "a list", str: "plain text", bool: "true or false"}.get(type(value), "a number")

@@ -48,11 +48,12 @@ def _list(found: list[CheckpointInfo]) -> None:
 
     from trainforge.units import format_bytes
 
-    table = Table("step", "size", "writer", "saved", "path", box=None, pad_edge=False)
+    table = Table("step", "size", "writer", "saved", box=None, pad_edge=False)
+    table.add_column("path", overflow="fold")
     for info in found:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.saved_at))
         table.add_row(str(info.step), format_bytes(info.bytes), info.writer, saved, str(info.path))
-    Console(highlight=False, soft_wrap=True).print(table)
+    Console(highlight=False).print(table)
 
 
 def _verify(chosen: list[CheckpointInfo], step: int | None, found: list[CheckpointInfo]) -> None:
