@@ -173,3 +173,20 @@ def test_a_span_that_nobody_holds_or_one_held_twice_is_refused(tmp_path):
         stage.save(1, {"p": Toy({("m", "w"): [((6,), 0, torch.zeros(4))]})})
     with pytest.raises(CheckpointError, match=r"p/m/w: rank 0 gives elements 2 to 4 twice"):
         stage.save(1, {"p": Toy({("m", "w"): [((6,), 0, torch.zeros(4)), ((6,), 2, torch.zeros(4))]})})
+
+
+def test_the_estimate_counts_masters_and_optimizer_state():
+    from types import SimpleNamespace
+
+    from tests.support.context import make_context
+    from trainforge.stages import ParameterSpec, StateSpec
+    from trainforge_plugins.dcp import DcpSection, estimate
+
+    model = SimpleNamespace(
+        parameters=(ParameterSpec("w", (10, 5)), ParameterSpec("frozen", (9,), trainable=False))
+    )
+    moments = {"exp_avg": StateSpec(), "exp_avg_sq": StateSpec(), "step": StateSpec(per_element=False)}
+    ctx = make_context(built={"optimizer": SimpleNamespace(state=lambda spec: moments)}, keep=2)
+    needed = estimate(ctx, model, DcpSection())
+    assert sum(needed.host.values()) == 50 * 4 * 3 + 4
+    assert sum(needed.disk.values()) == 3 * (50 * 4 * 3 + 4)
