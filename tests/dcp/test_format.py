@@ -179,6 +179,7 @@ def test_the_estimate_counts_masters_and_optimizer_state():
     from types import SimpleNamespace
 
     from tests.support.context import make_context
+
     from trainforge.stages import ParameterSpec, StateSpec
     from trainforge_plugins.dcp import DcpSection, estimate
 
