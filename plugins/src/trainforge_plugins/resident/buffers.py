@@ -145,15 +145,25 @@ class Buffers:
         return {spec.name: self.layout.span(self.working, spec) for spec in self.trainable}
 
     def named_tensors(self) -> list[NamedTensor]:
-        """Masters and optimizer state, as checkpoints know them."""
+        """Masters and optimizer state as checkpoints know them; a parameter's single numbers once."""
         named = []
         for slot in self.slots:
             named.append(NamedTensor("master", slot.extent, slot.master))
+            first = slot.extent == self.owned[slot.extent.name][0]
             for key, tensor in slot.state.items():
-                number = Extent(slot.extent.name, (), 0, 1)
-                extent = slot.extent if tensor.dim() else number
-                named.append(NamedTensor(key, extent, tensor.view(-1)))
+                if tensor.dim():
+                    named.append(NamedTensor(key, slot.extent, tensor))
+                elif first:
+                    named.append(NamedTensor(key, slot.extent.number, tensor.view(1)))
         return named
+
+    def spread_numbers(self) -> None:
+        """Give every extent of a parameter the single numbers that its first extent was restored with."""
+        numbers: dict[tuple[str, str], Tensor] = {}
+        for slot in self.slots:
+            for key, tensor in slot.state.items():
+                if not tensor.dim():
+                    tensor.copy_(numbers.setdefault((slot.extent.name, key), tensor))
 
     def load_initial(self, task: Task) -> None:
         """Fill masters and working copies with the model's initial weights, a parameter at a time.

@@ -178,6 +178,7 @@ class Resident(Memory):
         """Round the working copies again, and fetch what other ranks own."""
         if version != 1:
             raise CheckpointError(f"the weights were saved in layout {version}; this version reads layout 1")
+        self.buffers.spread_numbers()
         self._refresh()
 
     def close(self) -> None:
