@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainforge.errors import ProviderError, RanksError, TrainForgeError
 from trainforge.events import Events
+from trainforge.hooks import check_hooks
 from trainforge.ledger import Ledger
 from trainforge.live import BUILD_ORDER, Run, Stages
 from trainforge.resuming import find_checkpoint, resume
@@ -33,6 +34,7 @@ def start(
         closing: closes the stages, in reverse, when it is closed.
     """
     recipe = effective_recipe(plan, ctx)
+    observers = _observers(plan, ctx) if ctx.rank == 0 else []
     build_stages(plan, ctx, BUILD_ORDER[:1], closing)
     _check_agreement(plan, ctx)
     resume_step, resume_path = find_checkpoint(ctx, folder, options)
@@ -40,7 +42,6 @@ def start(
         folder.check_resumable(recipe, options.allow_change)
     build_stages(plan, ctx, BUILD_ORDER[1:], closing)
     stages = Stages(**{name: ctx.built[name] for name in BUILD_ORDER})
-    observers = _observers(plan, ctx) if ctx.rank == 0 else []
     steps = _total_steps(ctx)
     run = Run(
         plan=plan,
@@ -65,10 +66,12 @@ def start(
 
 
 def _observers(plan: Plan, ctx: Context) -> list[tuple[str, object]]:
-    """The built observers, then the plugins that implement events themselves."""
-    built: list[tuple[str, object]] = [
-        (chosen.plugin, _build(chosen, ctx, "observer")) for chosen in plan.observers
-    ]
+    """The built observers, then the plugins that implement events themselves. Their hooks are checked first of all."""
+    built: list[tuple[str, object]] = []
+    for chosen in plan.observers:
+        observer = _build(chosen, ctx, "observer")
+        check_hooks(observer, chosen.source)
+        built.append((chosen.plugin, observer))
     return [*built, *plan.listeners]
 
 

@@ -103,7 +103,7 @@ def _reader(info: CheckpointInfo) -> Checkpoint:
     from trainforge.stages import Comm
 
     run_dir = info.path.parent.parent
-    provider = load_provider(_reference(run_dir, info.writer), "checkpoint")
+    provider = load_provider(writer_reference(run_dir, info.writer), "checkpoint")
     ctx = Context(
         run=RunSection(),
         train=TrainSection(steps=1),
@@ -124,7 +124,7 @@ def _reader(info: CheckpointInfo) -> Checkpoint:
     return reader
 
 
-def _reference(run_dir: Path, writer: str) -> str:
+def writer_reference(run_dir: Path, writer: str) -> str:
     """What names the writer: its plugin name, or the file that plan.json says it came from."""
     try:
         record = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))["stages"]["checkpoint"]

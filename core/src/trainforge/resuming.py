@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainforge.checkpoints import list_checkpoints, read_writer
+from trainforge.checkpoints import list_checkpoints, read_writer, writer_reference
 from trainforge.discovery import load_provider
 from trainforge.errors import CheckpointError, ConfigError
 from trainforge.units import format_seconds
@@ -56,7 +56,7 @@ def reader_of(run: Run, path: Path) -> Checkpoint:
     writer = read_writer(path)
     if writer == run.plan.chosen["checkpoint"].plugin:
         return run.stages.checkpoint
-    provider = load_provider(writer, "checkpoint")
+    provider = load_provider(writer_reference(run.path, writer), "checkpoint")
     run.ctx.plugin = writer
     reader: Checkpoint = provider.build(run.ctx, provider.config())
     return reader

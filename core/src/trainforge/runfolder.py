@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
 from trainforge.errors import IncompatibleError, UserError
+from trainforge.recipe_file import dump_recipe, read_recipe
 
 FIXED = (
     "model.*",
@@ -97,12 +96,11 @@ class RunFolder:
         path = self.path / "recipe.yaml"
         if not path.exists():
             return None
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return loaded if isinstance(loaded, dict) else None
+        return read_recipe(path)
 
     def write_recipe(self, recipe: Mapping[str, Any]) -> None:
         """Keep the effective recipe."""
-        self.write_text("recipe.yaml", yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True))
+        self.write_text("recipe.yaml", dump_recipe(recipe))
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file of the folder, whole or not at all."""
