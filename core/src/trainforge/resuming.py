@@ -36,6 +36,21 @@ def find_checkpoint(ctx: Context, folder: RunFolder, options: RunOptions) -> tup
     return step, Path(path) if path else None
 
 
+def set_later_aside(folder: RunFolder, step: int) -> list[Path]:
+    """Rename the checkpoints after `step`: a run that goes back to it must not go on from them the next time.
+
+    Returns:
+        Where they are now. They are complete, only no longer found as checkpoints.
+    """
+    moved = []
+    for info in list_checkpoints(folder.checkpoints):
+        if info.step > step:
+            target = info.path.with_name(f"abandoned-{info.path.name}-{time.time_ns()}")
+            info.path.rename(target)
+            moved.append(target)
+    return moved
+
+
 def resume(run: Run, step: int, path: Path) -> None:
     """Fill every part from the checkpoint, read by the plugin that wrote it."""
     reader = reader_of(run, path)
@@ -46,6 +61,11 @@ def resume(run: Run, step: int, path: Path) -> None:
         raise CheckpointError(f"the checkpoint {path} cannot be read: {error}") from error
     assert run.state.step == step, "a checkpoint's folder name says its step"
     run.resumed_from = step
+    if run.options.resume is not None and run.ctx.rank == 0:
+        for path_aside in set_later_aside(run.folder, step):
+            run.console.note(
+                f"--resume {step}: a later checkpoint was set aside as {path_aside}; delete it when you like"
+            )
     run.console.note(
         f"resumed from step {step} of {run.steps} in {format_seconds(time.perf_counter() - began)}: {path}"
     )
