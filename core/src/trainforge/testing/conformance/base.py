@@ -29,11 +29,12 @@ HEAVY = ("torch", "numpy", "transformers", "triton", "scipy", "pandas", "deepspe
 """Libraries that importing a plugin's entry module must not load: `forge --help` would wait for them."""
 
 _IMPORT = """
-import sys, importlib.util
+import importlib, importlib.util, sys
 reference = sys.argv[1]
 if reference.endswith('.py'):
     spec = importlib.util.spec_from_file_location('plugin_under_test', reference)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
 else:
     importlib.import_module(reference)
 print(' '.join(name for name in sys.argv[2:] if name in sys.modules))
@@ -85,7 +86,7 @@ class PluginConformance:
         if not target.endswith(".py"):
             target = source.value.partition(":")[0]
         done = subprocess.run(
-            [sys.executable, "-c", _IMPORT.replace("import sys,", "import importlib, sys,"), target, *HEAVY],
+            [sys.executable, "-c", _IMPORT, target, *HEAVY],
             capture_output=True,
             text=True,
             env=_environment(),

@@ -13,20 +13,21 @@ from trainforge.stages import Batch, Extent, Ready, Slot
 from trainforge.testing.bench import Stages, Walker, build_stages, make_update, tiny_context
 from trainforge.testing.conformance.base import PluginConformance, assert_close, assert_same
 
-FROZEN = ("blocks.0.up.weight", "blocks.1.qkv.bias")
+GENTLE = {"eps": 1e-4}
+"""With Adam's usual epsilon a gradient that is nothing but rounding moves a weight as far as any other."""
+
+FROZEN = ("blocks.0.up.weight", "blocks.1.up.bias")
 
 
 class MemoryConformance(PluginConformance):
     """Whether a memory trains like `ReferenceMemory`, whatever way it walks the model.
 
     Attributes:
-        tolerance: of losses, norms and weights in fp32, relative to the largest magnitude.
-        weight_tolerance: of weights after several steps; Adam turns a gradient's rounding into a share of `lr`.
+        tolerance: of losses, norms and weights in fp32, relative to the largest magnitude (absolute below 1).
     """
 
     stage = "memory"
     tolerance: ClassVar[float] = 1e-6
-    weight_tolerance: ClassVar[float] = 1e-5
 
     def compare(
         self, folder: Path, model: Mapping[str, Any], steps: int = 5, **facts: Any
@@ -59,14 +60,14 @@ class MemoryConformance(PluginConformance):
 
     def reference(self, folder: Path, **facts: Any) -> Stages:
         """The reference stages with the same facts."""
-        facts["train"] = {**self.train, **facts.get("train", {})}
+        facts["train"] = {**GENTLE, **self.train, **facts.get("train", {})}
         return build_stages(tiny_context(folder, **facts))
 
     def compare_weights(self, ours: Walker, wanted: Walker, when: str) -> None:
         """Assert that all weights agree."""
         theirs = wanted.weights()
         for name, tensor in ours.weights().items():
-            assert_close(tensor, theirs[name], f"{name} {when}", tolerance=self.weight_tolerance)
+            assert_close(tensor, theirs[name], f"{name} {when}", tolerance=self.tolerance)
 
     def test_it_starts_from_the_models_weights(self, tmp_path: Path) -> None:
         """`weights(name)` is the whole fp32 master on the CPU, filled by `ModelSpec.load`."""
