@@ -39,6 +39,11 @@ def start(*argv: object, nproc: int = 2, grace: float = 20, nnodes: int = 1, nod
     return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.fixture(autouse=True)
+def logs_of_failed_ranks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("logs")))
+
+
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=60)
     return process.returncode, out, err

@@ -18,14 +18,14 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from trainforge.errors import UserError
 from trainforge.rank_process import LAUNCHER_PID, REPORTS, STOPPED, RankReport, read_reports
-from trainforge.signals import STOPPING
+from trainforge.signals import STOPPING, Handler, handle_stopping, restore
 
 _DYING_S = 5.0  # what the other ranks get to end by themselves once one has failed
 _LOG_TAIL = 40  # lines of a rank's log that are shown when it left no report
@@ -332,14 +332,12 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    before: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in STOPPING:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                before[number] = signal.signal(number, handler)
+def _handlers(handler: Handler) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = handle_stopping(handler)
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, signal.SIG_DFL if old is None else old)
+        restore(before)

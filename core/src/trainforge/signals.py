@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """What asks a run to save and end. SIGUSR1 is what Slurm can be told to send before pre-emption (`--signal=USR1@120`);
 SIGHUP comes when the terminal goes away (and stays ignored under nohup)."""
+
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+def handle_stopping(handler: Handler) -> dict[signal.Signals, Any]:
+    """Have stop signals call `handler` (main thread only); gives what was there before, for `restore`."""
+    under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    taken = [number for number in STOPPING if not (under_nohup and number == signal.SIGHUP)]
+    return {number: signal.signal(number, handler) for number in taken}
+
+
+def restore(before: dict[signal.Signals, Any]) -> None:
+    """Put the handlers back that `handle_stopping` replaced."""
+    for number, handler in before.items():
+        # None: the handler was set by C code and cannot be given back through Python
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class StopSignals:
@@ -34,17 +52,12 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in STOPPING:
-                ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
-                if not ignored:
-                    self._before[number] = signal.signal(number, self._remember)
+            self._before = handle_stopping(self._remember)
         return self
 
     def __exit__(self, *unused: object) -> None:
-        for number, handler in self._before.items():
-            # None: the handler was set by C code and cannot be given back through Python
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before.clear()
+        restore(self._before)
+        self._before = {}
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.name = self.name or signal.Signals(number).name
