@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from tests.hf import tiny
+
 from trainforge.errors import IncompatibleError
 
 HEADS = [
@@ -106,7 +106,9 @@ class _NoReadBack(torch.utils._python_dispatch.TorchDispatchMode):
     """Fails when an operator gives a number to the host, which on a GPU would wait for it."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), function
+        assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), (
+            function
+        )
         return function(*args, **(kwargs or {}))
 
 
@@ -126,7 +128,9 @@ def test_router_loss_is_transformers_loss_over_real_tokens(tmp_path):
     documents = torch.tensor([[0] * 12, [0] * 8 + [-1] * 4])
     _, padded = spec.hidden(tiny.batch(ids, None, documents))
     mask = (documents >= 0).long()
-    assert torch.allclose(padded, 0.5 * reference(ids, attention_mask=mask, output_router_logits=True).aux_loss)
+    assert torch.allclose(
+        padded, 0.5 * reference(ids, attention_mask=mask, output_router_logits=True).aux_loss
+    )
     padded.backward()
     assert spec.module.model.layers[0].mlp.gate.weight.grad.abs().sum() > 0
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from tests.hf import tiny
 
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "gpt2", "deepseek_v3", "opt"]
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "deepseek_v3",
+    "opt",
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -35,7 +45,9 @@ def test_parameters_come_in_execution_order(tmp_path, family):
     owners = {name.rpartition(".")[0] for name, _ in reference.named_parameters()}
     for owner in owners:
         module = reference.get_submodule(owner)
-        module.register_forward_pre_hook(lambda *_, owner=owner: order.append(owner) if owner not in order else None)
+        module.register_forward_pre_hook(
+            lambda *_, owner=owner: order.append(owner) if owner not in order else None
+        )
     reference(torch.ones(1, 4, dtype=torch.long))
 
     def stage(name):
@@ -129,4 +141,6 @@ def test_start_report_names_the_kernel_and_why(tmp_path):
     assert "qwen3_moe, 2 blocks" in report
     assert "used by each token" in report
     assert "attention: sdpa" in report
-    assert "attention: eager (sdpa cannot soft-cap" in "\n".join(tiny.model(tmp_path, "gemma2").start_report())
+    assert "attention: eager (sdpa cannot soft-cap" in "\n".join(
+        tiny.model(tmp_path, "gemma2").start_report()
+    )

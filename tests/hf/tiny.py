@@ -40,7 +40,12 @@ _DIFFERENCES = {
     "olmo2": {},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4},
     "falcon_h1": {"lm_head_multiplier": 0.4},
-    "llama4_text": {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48, "attention_chunk_size": 4},
+    "llama4_text": {
+        "num_local_experts": 4,
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "attention_chunk_size": 4,
+    },
     "deepseek_v3": {
         "n_routed_experts": 4,
         "q_lora_rank": 16,
@@ -59,7 +64,11 @@ _OTHERS = {
     "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "gpt_neox": {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"},
     "opt": {
-        **{key: value for key, value in _LLAMA.items() if key not in ("intermediate_size", "num_key_value_heads")},
+        **{
+            key: value
+            for key, value in _LLAMA.items()
+            if key not in ("intermediate_size", "num_key_value_heads")
+        },
         "ffn_dim": 48,
         "word_embed_proj_dim": 32,
     },
@@ -75,7 +84,10 @@ def values(family, **more):
 def context(tmp_path, seed=0, device="cpu"):
     """The part of a `Context` that the model stage uses."""
     return SimpleNamespace(
-        run=SimpleNamespace(seed=seed), device=torch.device(device), cache_dir=tmp_path, console=SilentConsole()
+        run=SimpleNamespace(seed=seed),
+        device=torch.device(device),
+        cache_dir=tmp_path,
+        console=SilentConsole(),
     )
 
 

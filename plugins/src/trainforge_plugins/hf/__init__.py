@@ -25,27 +25,37 @@ Experts = Literal["auto", "eager", "batched_mm", "grouped_mm"]
 class ModelSection(Section):
     """Which model is trained. Exactly one of `hf`, `config` and `factory`."""
 
-    hf: str | None = Field(None, description="a folder with a transformers model, or an id on the Hugging Face hub")
+    hf: str | None = Field(
+        None, description="a folder with a transformers model, or an id on the Hugging Face hub"
+    )
     config: dict[str, Any] | None = Field(
         None, description="a transformers configuration with its `model_type`; the weights start random"
     )
     factory: str | None = Field(
         None, description="`package.module:function` that returns a torch module or a ModelSpec of yours"
     )
-    attn: Attention = Field("auto", description="how attention is computed; the start report says what `auto` took")
-    experts: Experts = Field("auto", description="how the experts of a Mixture-of-Experts model are multiplied")
+    attn: Attention = Field(
+        "auto", description="how attention is computed; the start report says what `auto` took"
+    )
+    experts: Experts = Field(
+        "auto", description="how the experts of a Mixture-of-Experts model are multiplied"
+    )
 
     @field_validator("config")
     @classmethod
     def _has_type(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         if value is not None and not isinstance(value.get("model_type"), str):
-            raise ValueError("needs model_type, the name of a transformers architecture such as llama or qwen3")
+            raise ValueError(
+                "needs model_type, the name of a transformers architecture such as llama or qwen3"
+            )
         return value
 
     @field_validator("factory")
     @classmethod
     def _names_a_function(cls, value: str | None) -> str | None:
-        if value is not None and not all(part.strip() for part in (value.partition(":")[0], value.partition(":")[2])):
+        if value is not None and not all(
+            part.strip() for part in (value.partition(":")[0], value.partition(":")[2])
+        ):
             raise ValueError(f"must name a function as package.module:function, not {value!r}")
         return value
 

@@ -56,12 +56,16 @@ def choose(wanted: str, model_class: type, config: Any, device: torch.device) ->
     fits = bool(getattr(model_class, "_supports_attention_backend", False))
     sdpa = bool(getattr(model_class, "_supports_sdpa", False)) and not softcap
     if wanted == "auto":
-        kernel, reason = ("sdpa", "PyTorch's kernels fit this model") if sdpa else ("eager", _why_eager(softcap))
+        kernel, reason = (
+            ("sdpa", "PyTorch's kernels fit this model") if sdpa else ("eager", _why_eager(softcap))
+        )
     else:
         kernel, reason = wanted, f"model.attn asks for {wanted}"
         _check(wanted, model_class, softcap, fits, device)
     if not fits:
-        return Choice(kernel, kernel, reason + "; this architecture makes its own masks from the position ids")
+        return Choice(
+            kernel, kernel, reason + "; this architecture makes its own masks from the position ids"
+        )
     _register()
     return Choice(kernel, f"trainforge_{_SHORT.get(kernel, kernel)}", reason)
 
@@ -201,7 +205,12 @@ def _eager_mask(
 
 
 def _flex_mask(
-    batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, device: torch.device, **unused: Any
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: MaskFunction,
+    device: torch.device,
+    **unused: Any,
 ) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -228,7 +237,9 @@ def _flash_mask(
 ) -> Tensor | None:
     """Where documents begin in the flattened batch (int32, with the end), for kernels of varying lengths."""
     if not _plain(mask_function) and local_size is None:
-        raise ConfigError("model.attn: flash attention cannot follow this model's attention pattern; use auto")
+        raise ConfigError(
+            "model.attn: flash attention cannot follow this model's attention pattern; use auto"
+        )
     batch = _current.batch
     if batch is None or batch.document_ids is None:
         return None
@@ -289,7 +300,9 @@ def _flash(module_name: str) -> Callable[..., Any]:
     ) -> tuple[Tensor, None]:
         kernels = importlib.import_module(module_name)
         rows, _, tokens, width = query.shape
-        wide = torch.nn.functional.pad(value, (0, width - value.shape[-1])) if value.shape[-1] < width else value
+        wide = (
+            torch.nn.functional.pad(value, (0, width - value.shape[-1])) if value.shape[-1] < width else value
+        )
         q, k, v = (part.transpose(1, 2) for part in (query, key, wide))
         window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
         options: dict[str, Any] = {"softmax_scale": scaling, "causal": True, "window_size": window}

@@ -44,12 +44,16 @@ def build_from_factory(ctx: Context, name: str, section: ModelSection) -> ModelS
     if isinstance(made, ModelSpec):
         return made
     if not isinstance(made, nn.Module):
-        raise ConfigError(f"model.factory: {name} returned {type(made).__name__}, not a torch module or a ModelSpec")
+        raise ConfigError(
+            f"model.factory: {name} returned {type(made).__name__}, not a torch module or a ModelSpec"
+        )
     lacks = [part for part in ("hidden", "head", "vocab_size") if not hasattr(made, part)]
     if lacks:
         raise ConfigError(f"model.factory: the module that {name} returns needs {' and '.join(lacks)}")
     if section.attn != "auto" or section.experts != "auto":
-        raise ConfigError("model: attn and experts are for transformers models; a factory's module decides itself")
+        raise ConfigError(
+            "model: attn and experts are for transformers models; a factory's module decides itself"
+        )
     return FactoryModel(made, ctx.run.seed)
 
 
@@ -57,7 +61,7 @@ class FactoryModel(ModelSpec):
     """A user's module as a `ModelSpec`; `build_from_factory` says what the module must have."""
 
     def __init__(self, module: Any, seed: int) -> None:
-        self.module = module
+        self.module: Any = module
         self.vocab_size = int(module.vocab_size)
         limit = getattr(module, "max_positions", None)
         self.max_positions = None if limit is None else int(limit)
@@ -67,7 +71,9 @@ class FactoryModel(ModelSpec):
         self.head_parameters = tuple(
             spec.name
             for spec in self.parameters
-            if any(name.startswith(tuple(f"{head}." for head in heads)) for name in (spec.name, *spec.aliases))
+            if any(
+                name.startswith(tuple(f"{head}." for head in heads)) for name in (spec.name, *spec.aliases)
+            )
         )
         self._specs = {spec.name: spec for spec in self.parameters}
         self._weights = RandomWeights(module, seed, module_initialiser)
@@ -88,7 +94,8 @@ class FactoryModel(ModelSpec):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Run the module's `head`."""
-        return self.module.head(hidden)  # type: ignore[no-any-return]
+        logits: Tensor = self.module.head(hidden)
+        return logits
 
 
 def _imported(name: str) -> Any:
@@ -99,7 +106,9 @@ def _imported(name: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise ConfigError(f"model.factory: cannot import {module_name}: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"model.factory: cannot import {module_name}: {type(error).__name__}: {error}"
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"model.factory: {module_name} has no function {function_name}")

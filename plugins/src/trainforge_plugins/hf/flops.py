@@ -32,7 +32,9 @@ def attention_flops(config: Any, tokens: int) -> float:
     if not layers or not heads:
         return 0.0
     plain = getattr(config, "head_dim", None) or config.hidden_size // heads
-    query = (getattr(config, "qk_nope_head_dim", 0) or 0) + (getattr(config, "qk_rope_head_dim", 0) or 0) or plain
+    query = (getattr(config, "qk_nope_head_dim", 0) or 0) + (
+        getattr(config, "qk_rope_head_dim", 0) or 0
+    ) or plain
     value = getattr(config, "v_head_dim", None) or plain
     visible = sum(_visible(config, layer, tokens) for layer in range(layers))
     return 3.0 * 2.0 * heads * (query + value) * visible
@@ -42,7 +44,7 @@ def _visible(config: Any, layer: int, tokens: int) -> float:
     """Tokens that a token of this layer attends to, averaged over the sequence."""
     types = getattr(config, "layer_types", None)
     kind = types[layer] if types and layer < len(types) else None
-    if kind is not None and "attention" not in kind or kind == "linear_attention":
+    if (kind is not None and "attention" not in kind) or kind == "linear_attention":
         return 0.0
     window = getattr(config, "sliding_window", None) if kind in (None, "sliding_attention") else None
     if not window or window >= tokens:

@@ -73,8 +73,14 @@ def config_of_folder(path: Path) -> Any:
         raise ConfigError(f"model.hf: {path / 'config.json'} cannot be used: {_first_line(error)}") from None
     method = getattr(config, "quantization_config", None)
     if method is not None:
-        kind = method.get("quant_method", "") if isinstance(method, dict) else getattr(method, "quant_method", "")
-        raise ConfigError(f"model.hf: {path} holds quantised weights ({kind}), which cannot be trained; use full ones")
+        kind = (
+            method.get("quant_method", "")
+            if isinstance(method, dict)
+            else getattr(method, "quant_method", "")
+        )
+        raise ConfigError(
+            f"model.hf: {path} holds quantised weights ({kind}), which cannot be trained; use full ones"
+        )
     return config
 
 
@@ -89,10 +95,13 @@ def config_of_values(values: dict[str, Any]) -> Any:
     values = dict(values)
     model_type = values.pop("model_type")
     if model_type not in CONFIG_MAPPING:
-        raise ConfigError(f"model.config: unknown model_type {model_type!r}{_nearest(model_type, CONFIG_MAPPING)}")
+        raise ConfigError(
+            f"model.config: unknown model_type {model_type!r}{_nearest(model_type, CONFIG_MAPPING)}"
+        )
     config_class = CONFIG_MAPPING[model_type]
     try:
-        known = set(config_class().to_dict()) | set(config_class.attribute_map) | _HIDDEN_KEYS
+        fields = {name for parent in config_class.__mro__ for name in getattr(parent, "__annotations__", {})}
+        known = set(config_class().to_dict()) | set(config_class.attribute_map) | fields | _OTHER_KEYS
     except Exception:
         known = set(values)
     for key in values:
@@ -104,8 +113,11 @@ def config_of_values(values: dict[str, Any]) -> Any:
         raise ConfigError(f"model.config: {_first_line(error)}") from None
 
 
-_HIDDEN_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "layer_types", "head_dim", "pad_token_id", "dtype"}
-"""Keys that a configuration takes although its defaults may not list them."""
+_OTHER_KEYS = {
+    *("rope_theta", "rope_scaling", "rope_parameters", "layer_types", "head_dim", "pad_token_id", "dtype"),
+    *("torch_dtype", "transformers_version", "_name_or_path", "pretraining_tp"),
+}
+"""Keys that a configuration takes, or that stand in many a config.json, although defaults do not list them."""
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

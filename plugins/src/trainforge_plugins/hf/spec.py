@@ -69,7 +69,9 @@ class HuggingFaceModel(ModelSpec):
         )
         self.head_parameters = self._head_parameters()
         self.vocab_size = int(self.text.vocab_size)
-        self.max_positions = structure.number(self.text, ("max_position_embeddings", "n_positions", "max_seq_len"))
+        self.max_positions = structure.number(
+            self.text, ("max_position_embeddings", "n_positions", "max_seq_len")
+        )
         self._specs = {spec.name: spec for spec in self.parameters}
         self._weights: RandomWeights | FolderWeights = (
             RandomWeights(model, seed, transformers_initialiser)
@@ -190,7 +192,9 @@ class HuggingFaceModel(ModelSpec):
                 f"model: the output head of {type(self.module).__name__} cannot be run apart from the rest: {error}"
             ) from None
         if self._head.stand_in.calls != 1 or logits.ndim != 2 or logits.shape[0] != 2:
-            raise ConfigError(f"model: the output head of {type(self.module).__name__} cannot be told from the rest")
+            raise ConfigError(
+                f"model: the output head of {type(self.module).__name__} cannot be told from the rest"
+            )
 
 
 def _model_class(config: Any) -> type[PreTrainedModel]:
@@ -219,7 +223,9 @@ def _empty_model(config: Any, attn: str, experts: str) -> PreTrainedModel:
         with parameters_on_meta():
             return AutoModelForCausalLM.from_config(config, **options)
     except Exception as error:
-        raise ConfigError(f"model: {config.model_type} cannot be built: {str(error) or type(error).__name__}") from error
+        raise ConfigError(
+            f"model: {config.model_type} cannot be built: {str(error) or type(error).__name__}"
+        ) from error
 
 
 def _carries_state(model: nn.Module, config: Any) -> bool:

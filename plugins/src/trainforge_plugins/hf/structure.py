@@ -43,7 +43,9 @@ def find_blocks(module: nn.Module, layers: int | None, block_classes: Iterable[s
         layers: the number of blocks that the configuration speaks of, or None.
         block_classes: class names that transformers says must stay whole (`_no_split_modules`).
     """
-    lists = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
+    lists = [
+        (name, part) for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part)
+    ]
     classes = set(block_classes)
     of_class = [entry for entry in lists if all(type(child).__name__ in classes for child in entry[1])]
     of_length = [entry for entry in lists if len(entry[1]) == layers]
@@ -126,7 +128,11 @@ def _stage(spec: ParameterSpec, head: bool, behind: bool) -> int:
         return 1
     if head:
         return 3
-    final_norm = spec.kind in ("norm", "bias") and "emb" not in spec.name and "norm" in spec.name.replace("ln_", "norm")
+    final_norm = (
+        spec.kind in ("norm", "bias")
+        and "emb" not in spec.name
+        and "norm" in spec.name.replace("ln_", "norm")
+    )
     return 2 if behind or final_norm else 0
 
 

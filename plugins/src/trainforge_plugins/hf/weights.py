@@ -15,7 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from trainforge.errors import ConfigError
 from trainforge.stages import Extent, ParameterSpec
@@ -152,7 +157,9 @@ class FolderWeights:
     def _check(self, parameters: Sequence[ParameterSpec]) -> None:
         known = set(self.model.state_dict())
         ignored = self.model._keys_to_ignore_on_load_unexpected or ()
-        missing = [spec.name for spec in parameters if not any(a in self.sources for a in self.aliases[spec.name])]
+        missing = [
+            spec.name for spec in parameters if not any(a in self.sources for a in self.aliases[spec.name])
+        ]
         surplus = [
             source.keys[0][0]
             for name, source in self.sources.items()
@@ -187,11 +194,15 @@ def _files_of_keys(path: Path) -> dict[str, Path]:
         try:
             listing = json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"model.hf: {index} is not a safetensors index ({error}); fetch it again") from None
+            raise ConfigError(
+                f"model.hf: {index} is not a safetensors index ({error}); fetch it again"
+            ) from None
         files = {key: path / name for key, name in listing.items()}
         lost = sorted({file.name for file in files.values() if not file.is_file()})
         if lost:
-            raise ConfigError(f"model.hf: {path} lacks {_some(lost)}, which its index names; fetch the folder again")
+            raise ConfigError(
+                f"model.hf: {path} lacks {_some(lost)}, which its index names; fetch the folder again"
+            )
         return files
     found = sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
     if found:
@@ -209,7 +220,9 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt").__enter__()
     except SafetensorError as error:
-        raise ConfigError(f"model.hf: {path} is not a whole safetensors file ({error}); fetch it again") from None
+        raise ConfigError(
+            f"model.hf: {path} is not a whole safetensors file ({error}); fetch it again"
+        ) from None
 
 
 def _some(names: Iterable[str]) -> str:
