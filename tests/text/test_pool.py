@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 from tests.text.helpers import text_data, write_jsonl
 
 from trainforge_plugins.text.pool import WorkerError, tokenise_all, worker_count
-from trainforge_plugins.text.sources import Unit, cut_units, find_sources
+from trainforge_plugins.text.sources import Source, Unit, cut_units, find_sources
 from trainforge_plugins.text.tokenise import Piece
 from trainforge_plugins.text.tokenizers import ByteTokenizer
 
@@ -72,7 +73,7 @@ def test_two_workers_give_what_one_process_gives(text: Path):
 @pytest.mark.ranks
 def test_the_cache_does_not_depend_on_workers(tmp_path: Path):
     path = write_jsonl(
-        tmp_path / "a.jsonl", [{"text": f"row {i}"} if i % 7 else "bad" for i in range(200_000)]
+        tmp_path / "a.jsonl", [{"text": f"row {i}"} if i % 7 else "bad" for i in range(50_000)]
     )
     parts = [
         text_data(tmp_path, str(path), section={"workers": workers, "cache": tmp_path / f"cache{workers}"})
@@ -159,8 +160,16 @@ def test_a_file_that_vanishes(text: Path):
         list(results)
 
 
-def test_how_many_workers():
-    assert worker_count(3, 10) == 3
-    assert worker_count("auto", 10) == 0
-    cores = len(os.sched_getaffinity(0))
-    assert worker_count("auto", 1 << 30) == (0 if cores == 1 else min(16, cores))
+@pytest.mark.parametrize(
+    ("wanted", "size", "format", "workers"),
+    [(3, 10, "jsonl", 3), (0, 1 << 30, "jsonl", 0), ("auto", 10, "jsonl", 0), ("auto", 1 << 30, "text", 0)],
+)
+def test_how_many_workers(wanted: int | str, size: int, format: Literal["text", "jsonl"], workers: int):
+    assert worker_count(wanted, [Source(Path("a"), format, size, 0)], ByteTokenizer()) == workers
+
+
+def test_auto_uses_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch):
+    source = Source(Path("a"), "jsonl", 1 << 30, 0)
+    for cores, workers in [(1, 0), (3, 3), (64, 16)]:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert worker_count("auto", [source], ByteTokenizer()) == workers

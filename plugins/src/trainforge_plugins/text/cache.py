@@ -32,7 +32,7 @@ from trainforge_plugins.text.sources import Source, cut_units
 from trainforge_plugins.text.tokenizers import Tokenizer
 
 VERSION = 1
-READS_UNTIL_RELEASE = 4096
+READS_UNTIL_RELEASE = 64
 LOCK_POLL_S = 0.1
 HEAD_START_S = 2.0
 
@@ -98,7 +98,9 @@ class TokenCache:
 
 def _map(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    mapped.madvise(mmap.MADV_RANDOM)
+    return mapped
 
 
 def open_cache(
@@ -278,7 +280,7 @@ def _tokenise(request: CacheRequest, writer: _Writer, ledger: RowLedger, console
         if source.size == 0:
             ledger.add_empty(source)
     total = sum(source.size for source in request.sources)
-    workers = worker_count(request.workers, total)
+    workers = worker_count(request.workers, request.sources, request.tokenizer)
     units = cut_units(request.sources)
     end = np.array([] if request.tokenizer.end is None else [request.tokenizer.end])
     with console.task("tokenising", total, "B") as task:

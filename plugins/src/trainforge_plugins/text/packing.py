@@ -16,7 +16,6 @@ import torch
 from trainforge.stages import IGNORED, Batch
 from trainforge_plugins.text.cache import TokenCache
 
-
 PADDING = -1
 """The document id of padding."""
 

@@ -14,9 +14,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from trainforge.errors import TrainForgeError
-from trainforge_plugins.text.sources import Unit
+from trainforge_plugins.text.sources import Source, Unit
 from trainforge_plugins.text.tokenise import Piece, tokenise
-from trainforge_plugins.text.tokenizers import Tokenizer
+from trainforge_plugins.text.tokenizers import ByteTokenizer, Tokenizer
 
 WORKER = (sys.executable, "-m", "trainforge_plugins.text.worker")
 UNITS_IN_FLIGHT = 3
@@ -170,11 +170,14 @@ def _death(worker: _Worker) -> WorkerError:
     )
 
 
-def worker_count(wanted: int | str, total_bytes: int) -> int:
-    """Processes to tokenise with. `auto`: none below 32 MiB, else one per core that this rank may use, at most 16."""
+def worker_count(wanted: int | str, sources: Sequence[Source], tokenizer: Tokenizer) -> int:
+    """Processes to tokenise with. `auto`: none below 32 MiB of work, else one per core of this process, at most 16.
+
+    Plain text in bytes is no work: passing it between processes would take longer than copying it.
+    """
     if isinstance(wanted, int):
         return wanted
-    if total_bytes < 32 << 20:
-        return 0
+    copied = isinstance(tokenizer, ByteTokenizer)
+    work_bytes = sum(source.size for source in sources if not (copied and source.format == "text"))
     cores = len(os.sched_getaffinity(0))
-    return 0 if cores == 1 else min(16, cores)
+    return 0 if work_bytes < 32 << 20 or cores == 1 else min(16, cores)
