@@ -157,14 +157,14 @@ def test_a_late_rank_is_named(tmp_path: Path, how: str, doing: str):
     assert 1.5 < first["seconds"] < 6
 
 
-@pytest.mark.parametrize("how", ["dead", "raises"])
+@pytest.mark.parametrize("how", ["dead", "raises", "raises_in_backward"])
 def test_a_rank_that_is_gone_ends_the_others_quickly(tmp_path: Path, how: str):
     first, second = run_ranks(tmp_path, "trouble", how)
     assert first is not None
     assert first["error"].startswith("RanksError: rank 1 ")
     assert "step 3" in first["error"]
     assert first["seconds"] < 10
-    if how == "raises":
+    if how != "dead":
         assert "left the run" in first["error"]
         assert second is not None
         assert second["error"] == "ValueError: rank 1 has a problem of its own"

@@ -278,6 +278,8 @@ def trouble(how: str) -> dict[str, Any]:
             if how != "late":
                 comm.control([1.0])
             sink(buffer.extents[0], None)
+            if RANK == 1 and step == 3 and how == "raises_in_backward":
+                raise ValueError("rank 1 has a problem of its own")
             comm.finish()
     except Exception as error:
         comm.close()

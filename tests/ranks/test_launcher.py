@@ -23,9 +23,9 @@ CODE = """
 import sys
 from trainforge.errors import UserError
 from trainforge.launcher import launch
-nproc, grace, nnodes, node, rdzv, *argv = sys.argv[1:]
+nproc, grace, meet, nnodes, node, rdzv, *argv = sys.argv[1:]
 try:
-    sys.exit(launch(argv, int(nproc), grace_s=float(grace), nnodes=int(nnodes), node_rank=int(node),
+    sys.exit(launch(argv, int(nproc), grace_s=float(grace), meet_s=float(meet), nnodes=int(nnodes), node_rank=int(node),
                     rdzv=rdzv or None, module="tests.ranks.stand_in"))
 except UserError as error:
     sys.stderr.write(f"{error}\\n")
@@ -33,8 +33,16 @@ except UserError as error:
 """
 
 
-def start(*argv: object, nproc: int = 2, grace: float = 20, nnodes: int = 1, node: int = 0, rdzv: str = ""):
-    command = [sys.executable, "-c", CODE, *map(str, (nproc, grace, nnodes, node, rdzv, *argv))]
+def start(
+    *argv: object,
+    nproc: int = 2,
+    grace: float = 20,
+    meet: float = 60,
+    nnodes: int = 1,
+    node: int = 0,
+    rdzv: str = "",
+):
+    command = [sys.executable, "-c", CODE, *map(str, (nproc, grace, meet, nnodes, node, rdzv, *argv))]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
 
@@ -45,7 +53,10 @@ def logs_of_failed_ranks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=60)
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     return process.returncode, out, err
 
 
@@ -213,3 +224,13 @@ def test_plain_torchrun_needs_no_launcher_of_ours(tmp_path: Path):
     )
     assert done.returncode == 0
     assert (tmp_path / "1.json").exists()
+
+
+def test_a_host_that_cannot_reach_the_first_one_is_told_what_to_check():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{probe.getsockname()[1]}"
+    code, _, err = finish(start("environment", "unused", nproc=1, nnodes=2, node=1, rdzv=nobody, meet=3))
+    assert code == 2
+    assert "did not meet" in err
+    assert "Traceback" not in err

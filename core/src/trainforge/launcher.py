@@ -40,6 +40,7 @@ def launch(
     node_rank: int = 0,
     rdzv: str | None = None,
     grace_s: float = 600.0,
+    meet_s: float = 600.0,
     module: str = "trainforge.cli",
     log_dir: Path | None = None,
 ) -> int:
@@ -54,6 +55,7 @@ def launch(
         node_rank: 0 on the host that `rdzv` names, which serves the rendezvous.
         rdzv: `host:port` where hosts meet; one host alone needs none and takes a free port.
         grace_s: how long ranks may take to save after a stop signal before they are killed.
+        meet_s: how long to wait for the other hosts.
         module: what each rank runs.
         log_dir: where the output of the other ranks goes; by default a temporary folder, kept after a failure.
 
@@ -72,7 +74,7 @@ def launch(
     logs.mkdir(parents=True, exist_ok=True)
     try:
         with _environment({REPORTS: str(reports), LAUNCHER_PID: str(os.getpid())}):
-            agent = _Agent(nproc, nnodes, node_rank == 0, f"{host}:{port}", (module, *argv), logs)
+            agent = _Agent(nproc, nnodes, node_rank == 0, f"{host}:{port}", meet_s, (module, *argv), logs)
             watch = _Watch(agent, reports, grace_s)
             watch.until_ended()
         code = _say_how_it_ended(watch, agent, read_reports(reports), logs)
@@ -87,10 +89,18 @@ class _Agent:
     """PyTorch's agent in a thread, quiet, with the process ids that it started."""
 
     def __init__(
-        self, nproc: int, nnodes: int, serves: bool, endpoint: str, command: tuple[str, ...], logs: Path
+        self,
+        nproc: int,
+        nnodes: int,
+        serves: bool,
+        endpoint: str,
+        meet_s: float,
+        command: tuple[str, ...],
+        logs: Path,
     ) -> None:
         self._nproc, self._nnodes, self._serves = nproc, nnodes, serves
-        self._endpoint, self._command, self._logs = endpoint, command, logs
+        self._endpoint, self._meet_s = endpoint, int(meet_s)
+        self._command, self._logs = command, logs
         self._agent: Any = None
         self.error: BaseException | None = None
         self.exit_codes: dict[int, int] = {}
@@ -127,6 +137,8 @@ class _Agent:
                 max_nodes=self._nnodes,
                 local_addr=local,
                 is_host=self._serves,
+                read_timeout=self._meet_s,
+                join_timeout=self._meet_s,
             )
         )
         spec = WorkerSpec(
@@ -215,7 +227,7 @@ class _Watch:
 
 def _say_how_it_ended(watch: _Watch, agent: _Agent, reports: dict[int, RankReport], logs: Path) -> int:
     if agent.error is not None or watch.killed == "had not started":
-        return _say(_rendezvous_trouble(agent, watch), 1)
+        return _say(_rendezvous_trouble(agent, watch), 1 if watch.stopped_by or agent.pids() else 2)
     failed = [report for report in reports.values() if report.exit_code not in (0, STOPPED)]
     crashed = [rank for rank in agent.exit_codes if rank not in reports]
     own = [report for report in failed if report.error != "RanksError"]
@@ -257,7 +269,11 @@ def _log_tail(rank: int, agent: _Agent) -> str:
 def _rendezvous_trouble(agent: _Agent, watch: _Watch) -> str:
     if watch.stopped_by:
         return f"Stopped by {watch.stopped_by} before training had begun; nothing was saved."
-    return f"The hosts did not find each other: {type(agent.error).__name__}: {agent.error}"
+    if agent.pids():
+        return f"The launcher failed: {type(agent.error).__name__}: {agent.error}"
+    return (
+        f"The hosts did not meet: {agent.error}; check --rdzv, --nnodes and that every host can reach host 0"
+    )
 
 
 def _say(text: str, code: int) -> int:
@@ -288,7 +304,7 @@ def _has_ended(pid: int) -> bool:
 
 def _rendezvous_address(nnodes: int, node_rank: int, rdzv: str | None) -> tuple[str, int]:
     if nnodes == 1 and rdzv is None:
-        return "127.0.0.1", _free_port()
+        return "127.0.0.1", 0  # the agent takes a free port
     if rdzv is None:
         raise UserError("several hosts need --rdzv HOST:PORT, the address of the host with --node-rank 0")
     host, _, port = rdzv.rpartition(":") if ":" in rdzv else (rdzv, "", str(_DEFAULT_PORT))
@@ -309,12 +325,6 @@ def _can_bind(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

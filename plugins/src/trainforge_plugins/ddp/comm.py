@@ -20,6 +20,8 @@ from trainforge.context import Console
 from trainforge.stages import Comm, Extent, FlatBuffer, Ready, Sink
 from trainforge.toolbox.process_group import ProcessGroup
 
+_NAMED = 20  # unused parameters that a warning names
+
 
 @dataclass
 class Bucket:
@@ -129,7 +131,8 @@ class DdpComm(Comm):
         }
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group; in the middle of a step without waiting for reductions that others may never join."""
+        self._group.failed = self._group.failed or bool(self._works)
         self._group.close()
 
     def _sink(self, extent: Extent, ready: Ready | None) -> None:
@@ -148,7 +151,7 @@ class DdpComm(Comm):
         if bucket.waiting and bucket.tensor.device.type != "cpu":
             # The zeros of parameters that are not used were written on the stream that computes.
             bucket.arrivals.append(torch.accelerator.current_stream(bucket.tensor.device))
-        with self._group.collective("reducing gradients"), self._after(bucket):
+        with self._after(bucket), self._group.collective("reducing gradients"):
             work = dist.all_reduce(bucket.tensor, async_op=True)
         assert work is not None
         self._works.append(work)
@@ -179,8 +182,9 @@ class DdpComm(Comm):
         fresh = [name for name in self._names if name not in used and name not in self._unused]
         if fresh:
             self._unused.update(fresh)
+            more = f" and {len(fresh) - _NAMED} more" if len(fresh) > _NAMED else ""
             self._console.warn(
-                f"no rank has a gradient for {', '.join(fresh)}: unused parameters stay as they are, without decay"
+                f"no rank has a gradient for {', '.join(fresh[:_NAMED])}{more}: unused parameters stay as they are"
             )
 
 
