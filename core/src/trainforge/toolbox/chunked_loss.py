@@ -46,15 +46,16 @@ def chunked_cross_entropy(
         return loss
     total = torch.zeros((), device=hidden.device)
     for states, targets in zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True):
-        total += _loss(torch.log_softmax(head(states), -1, dtype=torch.float32), targets, scale)[0]
-    return total
+        total += _loss(torch.log_softmax(head(states), -1, dtype=torch.float32), targets)[0]
+    return total * scale
 
 
-def _loss(log_probabilities: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The scaled sum of one chunk, each row's weight and its label made safe for indexing (both `[n, 1]`)."""
-    weights = (targets != IGNORED).to(log_probabilities.dtype).mul_(scale).unsqueeze(-1)
+def _loss(log_probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sum of one chunk; and, each `[n, 1]`: rows to leave out, labels safe for indexing, what lies there."""
+    ignored = (targets == IGNORED).unsqueeze(-1)
     index = targets.clamp_min(0).unsqueeze(-1)
-    return -(log_probabilities.gather(-1, index) * weights).sum(), weights, index
+    picked = log_probabilities.gather(-1, index)
+    return -picked.masked_fill(ignored, 0.0).sum(), ignored, index, picked
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -68,7 +69,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for states, targets in zip(
             torch.split(hidden.detach(), chunk), torch.split(labels, chunk), strict=True
         ):
-            loss, (hidden_grad, *grads) = _chunk_gradients(states, targets, head, scale, parameters)
+            loss, (hidden_grad, *grads) = _chunk_gradients(states, targets, head, parameters)
             total += loss
             hidden_grads.append(torch.zeros_like(states) if hidden_grad is None else hidden_grad)
             for index, grad in enumerate(grads):
@@ -82,29 +83,38 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.grads = [torch.cat(hidden_grads)]
         for index, parameter in enumerate(parameters):
             ctx.grads.append(sums.pop(index).to(parameter.dtype) if index in sums else None)
-        return total
+        ctx.scale = scale
+        return total * scale
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("the chunked loss was already taken through backward; its gradients are gone")
-        hidden_grad, *parameter_grads = (held if held is None else held.mul_(grad) for held in ctx.grads)
+        factor = grad * ctx.scale
+        hidden_grad, *parameter_grads = (held if held is None else held.mul_(factor) for held in ctx.grads)
         ctx.grads = None
         return (hidden_grad, None, None, None, None, *parameter_grads)
 
 
 def _chunk_gradients(
-    states: Tensor, targets: Tensor, head: Head, scale: float, parameters: Sequence[Tensor]
+    states: Tensor, targets: Tensor, head: Head, parameters: Sequence[Tensor]
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Loss of one chunk, and its gradients for the hidden states and each parameter (None: not used)."""
+    """Loss of one chunk, unscaled, and its gradients for the hidden states and each parameter (None: not used)."""
     with torch.enable_grad():
         states = states.requires_grad_()
         logits = head(states)
-    # softmax minus one at the label, written into the log-probabilities: fewer passes than autograd's
-    probabilities = torch.log_softmax(logits.detach(), -1, dtype=torch.float32)
-    loss, weights, index = _loss(probabilities, targets, scale)
-    probabilities.exp_().scatter_add_(-1, index, probabilities.new_full((1, 1), -1.0).expand_as(index))
-    logits_grad = torch.empty_like(logits)
-    torch.mul(probabilities, weights, out=logits_grad)
-    del probabilities
+    # Softmax minus one at the label, without autograd's detours: few passes, since these tensors are huge. One pass
+    # turns log-probabilities into the gradient's dtype; the label's entry is replaced before it can be rounded.
+    log_probabilities = torch.log_softmax(logits.detach(), -1, dtype=torch.float32)
+    loss, ignored, index, picked = _loss(log_probabilities, targets)
+    logits_grad = torch.exp(log_probabilities, out=torch.empty_like(logits))
+    del log_probabilities
+    logits_grad.scatter_(-1, index, torch.expm1(picked).to(logits_grad.dtype))
+    _zero_rows(logits_grad, ignored)
     return loss, torch.autograd.grad(logits, [states, *parameters], logits_grad, allow_unused=True)
+
+
+def _zero_rows(matrix: Tensor, rows: Tensor) -> None:
+    """Zero the rows marked in `rows` (`[n, 1]`), 8 bytes at a time where the width allows: half the time in bf16."""
+    fits = matrix.is_contiguous() and matrix.shape[-1] * matrix.element_size() % 8 == 0
+    (matrix.view(torch.int64) if fits else matrix).masked_fill_(rows, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,8 @@ from trainforge.stages import ParameterSpec
 
 ALIGNMENT = 64
 """Elements to which spans of a flat buffer are aligned: 256 bytes of fp32, 128 of bf16, so kernels vectorise."""
+
+_ROUND_CHUNK = 2**26  # bounds the temporary to 256 MiB
 
 
 def bind(
@@ -86,11 +87,9 @@ def round_to_bf16(master: Tensor, out: Tensor) -> None:
         master: fp32, 1-D, contiguous.
         out: bf16, as long, contiguous, on the same device.
     """
-    assert sys.byteorder == "little"
-    halves = master.view(torch.int16).view(-1, 2)
-    # The carry out of the low half is its top bit. Two passes of 16-bit numbers move 12 bytes per element where
-    # adding and shifting 32-bit numbers move 14.
-    torch.sub(halves[:, 1], halves[:, 0] >> 15, out=out.view(torch.int16))
+    bits, high = master.view(torch.int32), out.view(torch.int16)
+    for piece, target in zip(torch.split(bits, _ROUND_CHUNK), torch.split(high, _ROUND_CHUNK), strict=True):
+        torch.bitwise_right_shift(piece + 0x8000, 16, out=target)
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
