@@ -88,7 +88,7 @@ def test_a_module_becomes_a_spec(make):
     assert spec.blocks == ("layers.0", "layers.1", "layers.2")
     assert (spec.vocab_size, spec.max_positions) == (11, 9)
     assert spec.head_parameters == ("head_layer.weight",)
-    assert [p.name for p in spec.parameters][0] == "embed.weight"
+    assert spec.parameters[0].name == "embed.weight"
     state = tiny.initial(spec)
     assert torch.equal(state["layers.0.norm.weight"], torch.ones(8))
     assert state["layers.0.mix.weight"].abs().max() <= 8**-0.5
