@@ -142,7 +142,9 @@ class ToyStream(Memory):
             self.model.load(spec.name, master, spec.extent)
             if spec.trainable:
                 state = {
-                    key: torch.zeros(spec.elements if s.per_element else (), dtype=getattr(torch, s.dtype))
+                    key: self.streams.host(spec.elements, getattr(torch, s.dtype))
+                    if s.per_element
+                    else self.streams.host(1, getattr(torch, s.dtype)).view(())
                     for key, s in ctx.optimizer.state(spec).items()
                 }
                 unit.slots.append(Slot(spec, spec.extent, master, self.spans[spec.name], state))

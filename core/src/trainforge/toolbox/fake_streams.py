@@ -47,7 +47,8 @@ class FakeStreams:
         self._streams: dict[str, FakeStream] = {}
         self._compute = FakeStream(self, COMPUTE)
         self._host_clock: Clock = {}
-        self._host: list[Tensor] = []
+        self._host: list[Span] = []
+        self._held: list[Tensor] = []  # kept alive, so that no other tensor gets their addresses
         self._accesses = _Accesses()
         self._mode = _Watch(self)
 
@@ -82,7 +83,8 @@ class FakeStreams:
 
     def host_memory(self, *tensors: Tensor) -> None:
         """Declare that tensors made otherwise lie in host memory; real streams know by themselves."""
-        self._host.extend(tensors)
+        self._host.extend(map(_span, tensors))
+        self._held.extend(tensors)
         for tensor in tensors:
             self._accesses.forget_compute(_span(tensor))  # what lay at this address before is gone
 
@@ -115,12 +117,13 @@ class FakeStreams:
 
     def touched(self, tensor: Tensor, write: bool) -> None:
         """Take note of a tensor operation's access."""
-        if any(_overlap(_span(tensor), _span(held)) for held in self._host):
-            self._accesses.check(HOST, self._host_clock, _span(tensor), write, copies_only=True)
+        span = _span(tensor)
+        if any(held[0] < span[1] and span[0] < held[1] for held in self._host):
+            self._accesses.check(HOST, self._host_clock, span, write, copies_only=True)
             return
         clock = self._compute.clock
         clock[COMPUTE] = clock.get(COMPUTE, 0) + 1
-        self._accesses.computed(_joined(clock, self._host_clock), _span(tensor), write)
+        self._accesses.computed(_joined(clock, self._host_clock), span, write)
 
     def host_waited(self, clock: Clock) -> None:
         """The host has waited for everything in `clock`; what it asks for from now on comes after."""

@@ -29,6 +29,10 @@ class MemoryConformance(PluginConformance):
     stage = "memory"
     tolerance: ClassVar[float] = 1e-6
 
+    def build(self, folder: Path, **facts: Any) -> Stages:
+        """All six stages with this memory in place."""
+        return super().build(folder, **{**facts, "train": {**GENTLE, **facts.get("train", {})}})
+
     def compare(
         self, folder: Path, model: Mapping[str, Any], steps: int = 5, **facts: Any
     ) -> tuple[Walker, Walker]:
