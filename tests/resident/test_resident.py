@@ -21,7 +21,7 @@ from trainforge_plugins.resident import forge_memory
 from trainforge_plugins.resident.memory import Resident
 
 LR = 1e-2
-EPS = 1e-4  # with 1e-8 a gradient that is zero but for rounding moves a weight by the whole lr
+EPS = 1e-3  # with 1e-8 a gradient that is zero but for rounding moves a weight by the whole lr
 EVERYTHING = ToyConfig(
     layers=3, tied=True, dropout=0.1, experts=3, branch=True, unused=True, odd=True, bias=True, softcap=5.0
 )
