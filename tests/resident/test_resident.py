@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -417,3 +418,34 @@ def test_estimate_counts_every_tier():
     full = provider.estimate(make_context(dtype="fp32"), model, provider.config())
     assert "masters" not in full.device  # the working copies are the masters
     assert full.device["working copies"] == 4 * everything
+
+
+def test_persistent_buffers_are_saved_and_restored():
+    class Counting(ToyModel):
+        def __init__(self):
+            super().__init__()
+            self.module.blocks[1].register_buffer("balance", torch.tensor([1.0, 2.0]))
+
+        def load_buffers(self):
+            self.module.blocks[1].balance.add_(1)
+
+    first, second = Harness(Counting()), Harness(Counting())
+    (saved,) = [t for t in first.memory.state().tensors if t.key == "buffer"]
+    assert (saved.extent.name, saved.tensor.tolist()) == ("blocks.1.balance", [2.0, 3.0])
+    first.memory.module.blocks[1].balance.fill_(7)
+    (target,) = [t for t in second.memory.state().tensors if t.key == "buffer"]
+    target.tensor.copy_(saved.tensor)
+    assert second.memory.module.blocks[1].balance.tolist() == [7.0, 7.0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_blocks_train_the_same(recompute):
+    config = ToyConfig(layers=2, tied=True)
+    plain, compiled = Harness(ToyModel(config)), Harness(ToyModel(config), compile=True, recompute=recompute)
+    for step in range(1, 4):
+        batches = toy_batches(config, 2, step=step)
+        assert compiled.step(batches) == pytest.approx(plain.step(batches), rel=1e-5)
+    other = compiled.weights()
+    assert all(torch.allclose(tensor, other[name], atol=1e-5) for name, tensor in plain.weights().items())
