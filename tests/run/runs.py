@@ -54,8 +54,20 @@ def write_recipe(folder: Path, rows: int = 10, **sections: dict[str, Any]) -> Pa
     recipe: dict[str, Any] = {
         "run": {"name": "r", "device": "cpu", "threads": 1},
         "model": {"config": MODEL},
-        "train": {"steps": 15, "global_batch": 2, "lr": 0.01, "schedule": "linear", "warmup": 3, "log_every": 1},
-        "text": {"path": str(folder / "text.txt"), "max_len": 32, "validation": 0, "cache": str(folder / "cache")},
+        "train": {
+            "steps": 15,
+            "global_batch": 2,
+            "lr": 0.01,
+            "schedule": "linear",
+            "warmup": 3,
+            "log_every": 1,
+        },
+        "text": {
+            "path": str(folder / "text.txt"),
+            "max_len": 32,
+            "validation": 0,
+            "cache": str(folder / "cache"),
+        },
     }
     for name, values in sections.items():
         recipe[name] = recipe.get(name, {}) | values

@@ -63,7 +63,9 @@ def test_raising_the_steps_trains_on_with_the_schedule_laid_over_the_new_length(
     longer = run(write_recipe(tmp_path, train={"steps": 8, "warmup": 0}), tmp_path / "run")
     assert longer.summary["steps"] == 8
     # what was trained stays as it was: linear to zero over 4 steps; what follows: linear over 8
-    assert longer.series("lr") == pytest.approx([0.01 * (1 - s / 4) for s in (1, 2, 3, 4)] + [0.01 * (1 - s / 8) for s in (5, 6, 7, 8)])
+    assert longer.series("lr") == pytest.approx(
+        [0.01 * (1 - s / 4) for s in (1, 2, 3, 4)] + [0.01 * (1 - s / 8) for s in (5, 6, 7, 8)]
+    )
 
 
 def test_a_changed_recipe_is_refused_with_both_values_allowed_by_name_and_fresh_starts_over(tmp_path):
