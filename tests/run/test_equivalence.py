@@ -13,6 +13,8 @@ from trainforge.plan_sizes import describe_model
 from trainforge.planning import make_plan
 
 STEPS = 8
+# with 1e-8, an element whose gradient is only rounding still takes a whole step of Adam, in a random direction
+EPS = 1e-6
 # llama has no bias on its keys: that bias has a gradient of zero plus rounding, which Adam would blow up to full steps
 NO_DROPOUT = {"config": MODEL | {"attention_dropout": 0.0, "model_type": "llama"}}
 
@@ -51,7 +53,7 @@ def plain_loop(recipe, lr, clip, weight_decay):
     no_decay = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
     decay = [p for n, p in model.named_parameters() if not (p.ndim == 1 or "embed" in n)]
     groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=EPS)
     losses = []
     for step in batches:
         tokens = sum(int((batch.labels != -100).sum()) for batch in step)
@@ -79,6 +81,7 @@ def test_the_same_losses_and_weights_as_plain_pytorch(tmp_path):
         "global_batch": 4,
         "micro_batch": 2,
         "lr": 1e-3,
+        "eps": EPS,
         "schedule": "constant",
         "warmup": 0,
     }
@@ -88,10 +91,7 @@ def test_the_same_losses_and_weights_as_plain_pytorch(tmp_path):
     assert outcome.series("loss") == pytest.approx(losses, rel=1e-6)
     final = weights_of(outcome.folder)
     for name, parameter in model.named_parameters():
-        difference = (final[name] - parameter.detach()).double()
-        assert difference.norm() < 1e-6 * parameter.norm(), name
-        # an element whose gradient is nearly zero has a sign that is rounding; Adam steps by it all the same
-        assert difference.abs().max() < 1e-2 * 1e-3, name
+        assert (final[name] - parameter).abs().max() < 1e-6, name
 
 
 def weights_of(folder):
