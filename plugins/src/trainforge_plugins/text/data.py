@@ -189,7 +189,8 @@ class TextData(Data):
         """Sizes, and what was skipped if anything was."""
         cache, held = self._cache, self._split.held_out
         line = (
-            f"{cache.documents:,} document{'s' * (cache.documents != 1)}, {cache.tokens:,} tokens ({self._tokenizer.name}), "
+            f"{cache.documents:,} document{'s' * (cache.documents != 1)}, "
+            f"{cache.tokens:,} tokens ({self._tokenizer.name}), "
             f"{self.samples:,} training rows of {self._config.max_len}"
         )
         if self._separate is not None:
