@@ -23,7 +23,7 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout
         AssertionError: a rank failed (its traceback is in the message), died, or was not done after `timeout` seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "trainforge.stages"])  # imported once, not once per rank
+    context.set_forkserver_preload(["torch.distributed", "trainforge.testing.tiny"])  # imported once, not once per rank
     port = free_port()
     pipes, processes = {}, []
     for rank in range(world):
