@@ -81,15 +81,17 @@ def round_to_bf16(master: Tensor, out: Tensor) -> None:
     """Write the bf16 working copy of fp32 masters: `hi = (bits + 0x8000) >> 16`, nearest with ties away from zero.
 
     The streamed half of split masters is rounded so too, because this rounding is invertible with the 16 low bits
-    (round-to-nearest-even is not). Infinities stay; masters must not be NaN (a payload of all ones would wrap).
+    (round-to-nearest-even is not). A master that is infinite or NaN gives NaN.
 
     Args:
         master: fp32, 1-D, contiguous.
         out: bf16, as long, contiguous, on the same device.
     """
-    bits, high = master.view(torch.int32), out.view(torch.int16)
-    for piece, target in zip(torch.split(bits, _ROUND_CHUNK), torch.split(high, _ROUND_CHUNK), strict=True):
-        torch.bitwise_right_shift(piece + 0x8000, 16, out=target)
+    # With the lowest bit set there are no ties, and the device's own conversion (to nearest, ties to even) rounds as
+    # the formula does. That takes 14 bytes of traffic per element; the formula in tensor operations takes 18.
+    bits = master.view(torch.int32)
+    for piece, target in zip(torch.split(bits, _ROUND_CHUNK), torch.split(out, _ROUND_CHUNK), strict=True):
+        target.copy_((piece | 1).view(torch.float32))
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
