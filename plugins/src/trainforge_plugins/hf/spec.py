@@ -171,7 +171,9 @@ class HuggingFaceModel(ModelSpec):
                 "the router's auxiliary loss gets no gradient from blocks that are recomputed without a graph; "
                 "set output_router_logits to false in the model's configuration, or choose another memory plugin"
             )
-        real = None if batch.document_ids is None else batch.document_ids >= 0
+        # Without a mask older releases of transformers count tokens with bincount, which asks the device.
+        documents = batch.document_ids
+        real = torch.ones_like(batch.input_ids, dtype=torch.bool) if documents is None else documents >= 0
         loss: Tensor = self._balance(
             logits, structure.expert_count(self.text), structure.active_experts(self.text), real
         )
