@@ -32,7 +32,12 @@ class Plugin:
         setattr(self, f"forge_{stage}", hookimpl(lambda: self.provider()))
 
     def build(self, ctx: Any, config: Any) -> Any:
-        arguments = {"model": (config, ctx.run.seed), "data": (config, ctx), "optimizer": (ctx.train,), "comm": ()}
+        arguments = {
+            "model": (config, ctx.run.seed),
+            "data": (config, ctx),
+            "optimizer": (ctx.train,),
+            "comm": (),
+        }
         return self.kind(*arguments.get(self.stage, (ctx,)))
 
     def provider(self) -> Provider:
@@ -63,7 +68,9 @@ class OwnInitialWeights(ReferenceMemory):
 @breaks("memory", "test_it_trains_like_the_plain_loop", "loss of step 1")
 class MeanOfMeans(ReferenceMemory):
     def forward_backward(self, batches, scale, sink):
-        return super().forward_backward(batches, 1 / (len(batches) * max(b.supervised for b in batches)), sink)
+        return super().forward_backward(
+            batches, 1 / (len(batches) * max(b.supervised for b in batches)), sink
+        )
 
 
 @breaks("memory", "test_it_trains_like_the_plain_loop", "loss of step 1")
@@ -306,7 +313,9 @@ class CountsPadding(SyntheticData):
 @breaks("data", "test_an_epoch_is_the_same_on_any_number_of_ranks", "same samples per step")
 class CutsTheDataSet(SyntheticData):
     def take(self, count):
-        return [replace(b, sample_ids=tuple(s + self._world for s in b.sample_ids)) for b in super().take(count)]
+        return [
+            replace(b, sample_ids=tuple(s + self._world for s in b.sample_ids)) for b in super().take(count)
+        ]
 
 
 @breaks("data", "test_an_epoch_is_the_same_on_any_number_of_ranks", "more than once")
@@ -490,7 +499,9 @@ class WritesLater(ReferenceCheckpoint):
             super().save(*self.later)
 
 
-@breaks("checkpoint", "test_a_flipped_bit_is_noticed", "wrong bytes|wrong plain data|no flipped bit|instead of a CheckpointError")
+@breaks(
+    "checkpoint", "test_a_flipped_bit_is_noticed", "wrong bytes|no flipped bit|instead of a CheckpointError"
+)
 class TrustsTheDisk(ReferenceCheckpoint):
     def verify(self, path):
         return []
@@ -657,4 +668,3 @@ OBSERVERS = (
 for kind, rule, message in OBSERVERS:
     CASES.append(("observer", f"{kind.__name__}Observer", rule, message))
     globals()[f"{kind.__name__}Observer"] = ObserverPlugin("observer", kind)
-

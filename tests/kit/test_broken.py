@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.kit import broken
+
 from trainforge import testing
 from trainforge.errors import TrainForgeError
 from trainforge.testing import PluginConformance
@@ -57,7 +57,11 @@ def forge_optimizer():
 
 FILES = [
     ("test_importing_it_is_light", "import torch\n" + GOOD, "loads torch"),
-    ("test_its_hooks_are_right", GOOD + "@hookimpl\ndef forge_optimiser(): pass\n", "there is no hook forge_optimiser"),
+    (
+        "test_its_hooks_are_right",
+        GOOD + "@hookimpl\ndef forge_optimiser(): pass\n",
+        "there is no hook forge_optimiser",
+    ),
     ("test_its_hooks_are_right", GOOD.replace("optimizer()", "optimizer(train)"), "unknown argument train"),
     (
         "test_its_hooks_are_right",
@@ -65,9 +69,17 @@ FILES = [
         "must not have a default value",
     ),
     ("test_its_hooks_are_right", GOOD.replace("@hookimpl", ""), "lacks @hookimpl"),
-    ("test_a_provider_is_a_value", GOOD.replace("build=build", "build=lambda c, s: 0"), "module-level functions"),
+    (
+        "test_a_provider_is_a_value",
+        GOOD.replace("build=build", "build=lambda c, s: 0"),
+        "module-level functions",
+    ),
     ("test_a_provider_is_a_value", GOOD.replace("build(ctx, config)", "build(ctx)"), "build must take"),
-    ("test_a_provider_is_a_value", GOOD.replace("config=Mine", "quickstart='trainforge:no.yaml'"), "no quickstart"),
+    (
+        "test_a_provider_is_a_value",
+        GOOD.replace("config=Mine", "quickstart='trainforge:no.yaml'"),
+        "no quickstart",
+    ),
     ("test_a_provider_is_a_value", GOOD.replace("return Provider", "return dict"), "must return a Provider"),
     (
         "test_its_section_is_strict",

@@ -49,7 +49,9 @@ def test_the_packaging_declares_the_entry_point():
 def test_the_commands_exist():
     from trainforge.cli import main
 
-    shown = {line.split()[2] for block in blocks("console") for line in block.splitlines() if "forge " in line}
+    shown = {
+        line.split()[2] for block in blocks("console") for line in block.splitlines() if "forge " in line
+    }
     commands = getattr(main, "commands", {})
     assert shown <= set(commands), shown - set(commands)
 

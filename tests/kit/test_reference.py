@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from trainforge.testing import (
     CheckpointConformance,
     CommConformance,
@@ -36,7 +38,7 @@ class TestModel(ModelConformance):
 
 class TestTiedModel(ModelConformance):
     plugin = REFERENCE
-    model = {"tied": True, "auxiliary": 0.1, "freeze": ["blocks.0.up.weight"]}
+    model: ClassVar = {"tied": True, "auxiliary": 0.1, "freeze": ["blocks.0.up.weight"]}
 
 
 class TestComm(CommConformance):

@@ -74,7 +74,9 @@ def test_each_rank_holds_its_share_only(tmp_path: Path):
                 assert tensor.numel() == 1
                 continue
             assert tensor.numel() == extent.length
-            whole = counts.setdefault((key, extent.name), torch.zeros(torch.Size(extent.global_shape).numel()))
+            whole = counts.setdefault(
+                (key, extent.name), torch.zeros(torch.Size(extent.global_shape).numel())
+            )
             whole[extent.offset : extent.offset + extent.length] += 1
             if not extent.whole:
                 split.add(extent.name)

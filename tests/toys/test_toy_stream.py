@@ -12,9 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trainforge.stages import Comm
 from trainforge.testing import MemoryConformance, Stages, Walker, build_stages, load_plugin, tiny_context
 from trainforge.testing.bench import REFERENCE, build_stage
-from trainforge.stages import Comm
 from trainforge.toolbox.fake_streams import FakeStreams, RaceError, _Watch
 
 FILE = Path(__file__).with_name("toy_stream.py")
@@ -135,7 +135,7 @@ def faked(folder: Path, source: random.Random, left_out: str | None = None) -> t
     for stage in ("model", "data", "optimizer"):
         build_stage(ctx, load_plugin(REFERENCE), stage, {"silent_every": 0} if stage == "data" else {})
     streams = FakeStreams(source)
-    ctx.built["memory"] = memory = Careless(ctx, streams, LateWorker())
+    ctx.built["memory"] = Careless(ctx, streams, LateWorker())
     build_stage(ctx, load_plugin(REFERENCE), "checkpoint", {})
     return Walker(Stages(ctx, **ctx.built)), streams
 

@@ -9,6 +9,7 @@ A plugin in one file: `forge run --plugins ./tests/toys/toy_shard.py --nproc 2`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 class ToyShardSection(Section):
     """How the shares are cut."""
 
-    first_share: float = Field(0.4, gt=0, lt=1, description="rank 0's share; the others have equal parts of the rest")
+    first_share: float = Field(
+        0.4, gt=0, lt=1, description="rank 0's share; the others have equal parts of the rest"
+    )
 
 
 @hookimpl
@@ -52,7 +55,9 @@ class ToyShard(Comm):
         self.rank, self.world, self._group = group.rank, group.world, group
         rest = (1 - first_share) / (self.world - 1)
         self._cuts = [0.0, *(first_share + rest * i for i in range(self.world - 1)), 1.0]
-        self._shares: dict[str, list[tuple[int, int]]] = {}  # of each parameter: first and last element by rank
+        self._shares: dict[
+            str, list[tuple[int, int]]
+        ] = {}  # of each parameter: first and last element by rank
 
     def partition(self, parameters: Sequence[ParameterSpec]) -> list[Extent]:
         """Cut the row of all trainable elements."""
@@ -62,7 +67,7 @@ class ToyShard(Comm):
         start, owned = 0, []
         for spec in trainable:
             clipped = [min(max(cut - start, 0), spec.elements) for cut in cuts]
-            self._shares[spec.name] = list(zip(clipped, clipped[1:], strict=False))
+            self._shares[spec.name] = list(pairwise(clipped))
             first, last = self._shares[spec.name][self.rank]
             if first < last:
                 owned.append(Extent(spec.name, spec.shape, first, last - first, spec.extent.group))

@@ -58,7 +58,9 @@ class ToyStreamSection(Section):
 @hookimpl
 def forge_memory() -> Provider:
     """Give the streaming memory."""
-    return Provider(build=build, config=ToyStreamSection, traits=Traits(gradients_on="host", holds_shards=False))
+    return Provider(
+        build=build, config=ToyStreamSection, traits=Traits(gradients_on="host", holds_shards=False)
+    )
 
 
 def build(ctx: Context, config: ToyStreamSection) -> ToyStream:

@@ -18,7 +18,8 @@ class TinyBlock(nn.Module):
         super().__init__()
         self.heads, self.dropout = heads, dropout
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)  # a key bias has no gradient but rounding, which Adam blows up
+        # No bias: a key's has no gradient but rounding, which Adam would blow up.
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width)
         self.idle = nn.Linear(width, 2, bias=False)
         self.up = nn.Linear(width, 2 * width)

@@ -23,7 +23,9 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout
         AssertionError: a rank failed (its traceback is in the message), died, or was not done after `timeout` seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "trainforge.testing.tiny"])  # imported once, not once per rank
+    context.set_forkserver_preload(
+        ["torch.distributed", "trainforge.testing.tiny"]
+    )  # imported once, not once per rank
     port = free_port()
     pipes, processes = {}, []
     for rank in range(world):
@@ -89,10 +91,10 @@ def _child(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    answer: tuple[str | None, Any]
     try:
         answer = (None, function(rank, world, *arguments))
     except BaseException:
         answer = (traceback.format_exc(), None)
-    pipe.send_bytes(
-        pickle.dumps(answer)
-    )  # not `send`: that would share tensors' memory with a process that ends
+    # Not `send`: that would share tensors' memory with a process that ends.
+    pipe.send_bytes(pickle.dumps(answer))

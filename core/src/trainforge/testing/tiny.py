@@ -124,7 +124,7 @@ def plan_tiny(recipe: Path, plugins: Sequence[PluginReference], world: int = 1) 
         for stage in providers_of(plugin):
             owners.setdefault(stage, plugin)
     names = list(dict.fromkeys(plugin.source.reference for plugin in loaded))
-    stages = {stage: owners[stage].source.reference for stage in STAGES}
+    stages: dict[str, str] = {stage: owners[stage].source.reference for stage in STAGES}
     return make_plan(recipe, plugins=names, stages=stages, world=world, catalog=catalog)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
@@ -160,6 +160,15 @@ def _environment() -> dict[str, str]:
     import os
 
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def refusal(action: Callable[..., object], *arguments: Any) -> Exception | None:
+    """The exception that a call ended with, or None."""
+    try:
+        action(*arguments)
+    except Exception as error:
+        return error
+    return None
 
 
 def assert_close(ours: Tensor, wanted: Tensor, what: str, *, tolerance: float = 1e-6) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from trainforge.errors import CheckpointError, TrainForgeError
+from trainforge.errors import CheckpointError
 from trainforge.stages import (
     Checkpoint,
     Extent,
@@ -22,7 +22,7 @@ from trainforge.stages import (
     is_checkpoint_name,
 )
 from trainforge.testing.bench import Stages
-from trainforge.testing.conformance.base import PluginConformance
+from trainforge.testing.conformance.base import PluginConformance, refusal
 
 
 class Box:
@@ -193,15 +193,15 @@ class CheckpointConformance(PluginConformance):
         stages, boxes, path = self.saved(tmp_path)
         for file in sorted(file for file in path.rglob("*") if file.is_file()):
             content = file.read_bytes()
-            damages: dict[str, Callable[[], object]] = {
-                "missing": file.unlink,
-                "empty": lambda file=file: file.write_bytes(b""),
-                "cut short": lambda file=file, content=content: file.write_bytes(
-                    content[: len(content) // 2]
-                ),
-            }
-            for what, damage in damages.items():
-                damage()
+            for what, left in {
+                "missing": None,
+                "empty": b"",
+                "cut short": content[: len(content) // 2],
+            }.items():
+                if left is None:
+                    file.unlink()
+                else:
+                    file.write_bytes(left)
                 noticed = self._notices(stages.checkpoint, boxes, path, f"{file.name} {what}")
                 assert noticed, f"{file.name} is {what}, and neither restore() nor verify() noticed"
                 file.write_bytes(content)
@@ -210,16 +210,12 @@ class CheckpointConformance(PluginConformance):
     def _notices(checkpoint: Checkpoint, boxes: Mapping[str, Box], path: Path, what: str) -> bool:
         problems = checkpoint.verify(path)
         fresh = {name: box.emptied() for name, box in boxes.items()}
-        try:
-            checkpoint.restore(fresh, path)
-        except TrainForgeError as error:
-            assert isinstance(error, CheckpointError), f"{what}: restore() raised {type(error).__name__}"
+        error = refusal(checkpoint.restore, fresh, path)
+        if error is not None:
+            kind = isinstance(error, CheckpointError)
+            assert kind, f"{what}: restore() raised {error!r} instead of a CheckpointError"
             assert problems, f"{what}: restore() refuses it ({error}), verify() finds nothing"
             return True
-        except Exception as error:
-            raise AssertionError(
-                f"{what}: restore() raised {error!r} instead of a CheckpointError"
-            ) from error
         for name, box in boxes.items():
             for place, tensor in box.tensors.items():
                 same = same_bits(fresh[name].tensors[place], tensor)
@@ -231,7 +227,7 @@ class CheckpointConformance(PluginConformance):
 
     def test_what_is_missing_is_named(self, tmp_path: Path) -> None:
         """A part, a tensor or a shape that the checkpoint does not have."""
-        stages, boxes, path = self.saved(tmp_path)
+        stages, _, path = self.saved(tmp_path)
         whole = Extent("big.weight", (64, 70), 0, 4480)
         lacking = {
             "residual": {"residual": Box({}, {})},
@@ -242,12 +238,12 @@ class CheckpointConformance(PluginConformance):
             "momentum": {"memory": Box({}, {("momentum", whole): torch.zeros(4480)})},
         }
         for name, parts in lacking.items():
-            try:
-                stages.checkpoint.restore(parts, path)
-            except CheckpointError as error:
-                assert name in str(error), f"the refusal must name {name}: {error}"
-            else:
-                raise AssertionError(f"restore() filled {name} from a checkpoint that does not have it so")
+            error = refusal(stages.checkpoint.restore, parts, path)
+            assert error is not None, f"restore() filled {name} from a checkpoint that does not have it so"
+            assert isinstance(error, CheckpointError), (
+                f"restore() raised {error!r} instead of a CheckpointError"
+            )
+            assert name in str(error), f"the refusal must name {name}: {error}"
 
     def test_older_checkpoints_go(self, tmp_path: Path) -> None:
         """`train.keep` newest ones stay, each of them whole."""
@@ -279,15 +275,16 @@ class CheckpointConformance(PluginConformance):
         folder = tmp_path / "checkpoints"
         shutil.rmtree(folder, ignore_errors=True)
         folder.write_text("a file where the folder should be")
-        try:
+
+        def save() -> None:
             stages.checkpoint.save(1, self.boxes())
             stages.checkpoint.wait()
-        except CheckpointError:
-            pass
-        except Exception as error:
-            raise AssertionError(f"a save that fails must raise a CheckpointError, not {error!r}") from error
-        else:
-            raise AssertionError("the folder cannot be written, and neither save() nor wait() said so")
+
+        error = refusal(save)
+        assert error is not None, "the folder cannot be written, and neither save() nor wait() said so"
+        kind = isinstance(error, CheckpointError)
+        assert kind, f"a save that fails must raise a CheckpointError, not {error!r}"
+        assert stages.checkpoint.committed() == [], "a save that failed is told as committed"
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 from trainforge.errors import DataExhausted, IncompatibleError
 from trainforge.stages import IGNORED, Batch, Comm, Data
 from trainforge.testing.bench import REFERENCE, build_stage, load_plugin, tiny_context
-from trainforge.testing.conformance.base import PluginConformance
+from trainforge.testing.conformance.base import PluginConformance, refusal
 
 
 class DataConformance(PluginConformance):
@@ -219,17 +219,15 @@ class DataConformance(PluginConformance):
         assert fingerprint, "state().data needs a `fingerprint` of data set, sampler and tokenizer"
         altered = copy.deepcopy(state.data)
         altered[fingerprint[0]], old, new = change_something(altered[fingerprint[0]])
-        try:
-            self.data(tmp_path).load(state.version, altered)
-        except IncompatibleError as error:
-            for value in (old, new):
-                assert str(value) in str(error), (
-                    f"the refusal must show both values; {value} is not in: {error}"
-                )
-        else:
-            raise AssertionError(
-                f"load() accepted a checkpoint with another fingerprint ({new} instead of {old})"
-            )
+        error = refusal(self.data(tmp_path).load, state.version, altered)
+        assert error is not None, (
+            f"load() accepted a checkpoint with another fingerprint ({new} instead of {old})"
+        )
+        assert isinstance(error, IncompatibleError), (
+            f"load() raised {error!r} instead of an IncompatibleError"
+        )
+        for value in (old, new):
+            assert str(value) in str(error), f"the refusal must show both values; {value} is not in: {error}"
 
     def test_batches_live_until_the_next_take(self, tmp_path: Path) -> None:
         """Validation, state and ledger do not overwrite the batches in use."""

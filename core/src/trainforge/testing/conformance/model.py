@@ -137,7 +137,7 @@ class ModelConformance(PluginConformance):
         states = self.hidden(stages, self.batch(stages.model)).flatten(0, 1)
         with torch.no_grad():
             whole = stages.model.head(states)
-            chunked = torch.cat([stages.model.head(chunk) for chunk in states.split(3)])
+            chunked = torch.cat([stages.model.head(chunk) for chunk in torch.split(states, 3)])
         assert_close(chunked, whole, "head() chunk by chunk", tolerance=1e-5)
 
     def test_the_head_uses_what_it_says(self, tmp_path: Path) -> None:
