@@ -1,0 +1,123 @@
+"""Whole runs over two ranks: the same training as over one, and back."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tests.run.runs import MODEL, Outcome, run, write_recipe
+
+pytestmark = pytest.mark.ranks
+
+
+def command(recipe, run_dir, *options, nproc=2):
+    return [
+        sys.executable,
+        "-m",
+        "trainforge.cli",
+        "run",
+        str(recipe),
+        "--run-dir",
+        str(run_dir),
+        "--nproc",
+        str(nproc),
+        *options,
+    ]
+
+
+def two_ranks(recipe, run_dir, *options):
+    result = subprocess.run(command(recipe, run_dir, *options), capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return Outcome(result.returncode, run_dir)
+
+
+def two_rank_recipe(folder, **train):
+    model = {"config": MODEL | {"attention_dropout": 0.0}}
+    return write_recipe(
+        folder, 20, model=model, train={"global_batch": 4, "micro_batch": 1, "steps": 10, "lr": 1e-3} | train
+    )
+
+
+def test_two_ranks_train_like_one_and_runs_move_between_them(tmp_path):
+    recipe = two_rank_recipe(tmp_path)
+    one = run(recipe, tmp_path / "one")
+    both = two_ranks(recipe, tmp_path / "two")
+    assert both.summary["world"] == 2
+    assert both.series("loss") == pytest.approx(one.series("loss"), rel=1e-6)
+    assert both.series("grad_norm") == pytest.approx(one.series("grad_norm"), rel=1e-5)
+    assert both.summary["tokens"] == one.summary["tokens"]
+
+    # 1 -> 2 -> 1: steps 1-3 alone, 4-6 on two ranks, the rest alone
+    moved = tmp_path / "moved"
+    run(recipe, moved, max_steps=3)
+    two_ranks(recipe, moved, "--max-steps", "3")
+    last = run(recipe, moved)
+    assert last.series("step") == list(range(1, 11))
+    assert last.series("lr") == one.series("lr")
+    assert last.series("loss") == pytest.approx(one.series("loss"), rel=1e-6)
+    # what the data stage handed out on one rank after the moves is what it would have handed out anyway
+    assert last.sample_ids == one.sample_ids[6:]
+
+
+def test_interrupted_on_two_ranks_is_bit_equal_to_uninterrupted_on_two(tmp_path):
+    recipe = two_rank_recipe(tmp_path, micro_batch=2)
+    whole = two_ranks(recipe, tmp_path / "whole")
+    two_ranks(recipe, tmp_path / "parts", "--max-steps", "7")
+    parts = two_ranks(recipe, tmp_path / "parts")
+    assert parts.series("loss") == whole.series("loss")
+    assert parts.summary["weights_digest"] == whole.summary["weights_digest"]
+
+
+def test_a_dead_rank_ends_the_run_in_seconds_and_it_resumes(tmp_path):
+    recipe = two_rank_recipe(tmp_path, steps=100_000, save_every=5, log_every=1)
+    started = subprocess.Popen(
+        command(recipe, tmp_path / "run"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "run/metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 12, started)
+    victim = ranks_of(started.pid)[1]
+    os.kill(victim, signal.SIGKILL)
+    began = time.monotonic()
+    out, err = started.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert started.returncode == 1
+    assert "rank" in err
+    assert "Traceback" not in err + out
+    assert not ranks_of(started.pid)
+    resumed = two_ranks(recipe, tmp_path / "run", "--max-steps", "2")
+    assert resumed.summary["resumed_from"] >= 10
+
+
+def test_sigterm_to_the_launcher_saves_and_ends_with_3(tmp_path):
+    recipe = two_rank_recipe(tmp_path, steps=100_000)
+    started = subprocess.Popen(
+        command(recipe, tmp_path / "run"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "run/metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, started)
+    started.send_signal(signal.SIGTERM)
+    out, err = started.communicate(timeout=60)
+    assert started.returncode == 3, out + err
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["status"] == "stopped"
+    assert (tmp_path / f"run/checkpoints/step-{summary['steps']:08d}/checkpoint.json").exists()
+
+
+def ranks_of(launcher):
+    """Process ids of the ranks that a launcher has started, oldest first."""
+    listing = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
+    rows = [line.split(None, 2) for line in listing.splitlines()[1:]]
+    return sorted(
+        int(pid) for pid, parent, args in rows if int(parent) == launcher and "rank_process" in args
+    )
+
+
+def wait_until(condition, process, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.05)
