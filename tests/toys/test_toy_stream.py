@@ -13,7 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainforge.stages import Comm
-from trainforge.testing import MemoryConformance, Stages, Walker, build_stages, load_plugin, tiny_context
+from trainforge.testing import (
+    MemoryConformance,
+    Stages,
+    Walker,
+    build_stages,
+    load_plugin,
+    tiny_context,
+    tiny_run,
+)
 from trainforge.testing.bench import REFERENCE, build_stage
 from trainforge.toolbox.fake_streams import FakeStreams, RaceError, _Watch
 
@@ -187,3 +195,17 @@ def test_leaving_out_any_wait_is_noticed(tmp_path: Path, expected: Any, place: s
         if not same(result, expected):
             return
     pytest.fail(f"without waiting for {place} everything went well")
+
+
+def test_it_runs_under_the_loop_of_core(tmp_path: Path):
+    model = {"dropout": 0.2}
+    default = tiny_run(tmp_path / "default", ("resident", "adamw", "dcp"), model=model)
+    tiny_run(tmp_path / "mixed", (FILE, "adamw", "dcp"), model=model, max_steps=3)
+    tiny_run(tmp_path / "mixed", ("resident", "adamw", "dcp"), model=model, max_steps=2)
+    mixed = tiny_run(tmp_path / "mixed", (FILE, "adamw", "dcp"), model=model)
+    assert mixed.code == 0
+    assert mixed.sample_ids == default.sample_ids
+    assert mixed.learning_rates == default.learning_rates
+    assert mixed.losses == default.losses
+    assert mixed.digest == default.digest
+    assert mixed.summary["eval_loss"] == default.summary["eval_loss"]
