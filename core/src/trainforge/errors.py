@@ -52,5 +52,5 @@ class RanksError(TrainForgeError):
     """A rank died, came late or disagrees with the others."""
 
 
-class DataExhausted(Exception):  # noqa: N818 - it is a signal to the loop, not a failure
+class DataExhausted(Exception):
     """`Data.take` has no further sample for this run. (StopIteration would be swallowed by generators.)"""
