@@ -64,6 +64,7 @@ class MemoryConformance(PluginConformance):
 
     def reference(self, folder: Path, **facts: Any) -> Stages:
         """The reference stages with the same facts."""
+        facts.setdefault("device", self.device)  # dropout draws other numbers on another device
         facts["train"] = {**GENTLE, **self.train, **facts.get("train", {})}
         return build_stages(tiny_context(folder, **facts))
 
