@@ -54,7 +54,13 @@ def show(name: str, counts: str, columns: Sequence[str], rows: Iterable[Sequence
     console.print(counts)
     console.print(" · ".join(f"{key} {value}" for key, value in facts.items()))
     RESULTS.mkdir(parents=True, exist_ok=True)
-    content = {"name": name, "counts": counts, "machine": facts, "columns": list(columns), "rows": rows} | more
+    content = {
+        "name": name,
+        "counts": counts,
+        "machine": facts,
+        "columns": list(columns),
+        "rows": rows,
+    } | more
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 

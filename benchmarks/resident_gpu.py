@@ -112,12 +112,16 @@ def ours(chunk: int) -> dict[str, float]:
                 "log_every": LOG_EVERY,
                 "loss_chunk": chunk,
             },
-            "text": {"path": "package:trainforge_plugins.text/demo/moby_dick.txt", "max_len": TOKENS, "validation": 0},
+            "text": {
+                "path": "package:trainforge_plugins.text/demo/moby_dick.txt",
+                "max_len": TOKENS,
+                "validation": 0,
+            },
         }
         path = Path(folder) / "recipe.yaml"
         path.write_text(yaml.safe_dump(recipe))
         run_dir = Path(folder) / "run"
-        trainforge.run(trainforge.plan(path), run_dir=run_dir)
+        trainforge.run(trainforge.plan(path, plugins=["benchmarks/no_checkpoint.py"]), run_dir=run_dir)
         logged = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         steady = [entry for entry in logged if entry["step"] > WARMUP]
     return {

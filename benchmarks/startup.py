@@ -40,5 +40,7 @@ def timed(arguments: list[str]) -> float:
     """Seconds of one `forge` command in an empty folder."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        subprocess.run([FORGE, *arguments], cwd=folder, env=os.environ | DENIED, check=True, capture_output=True)
+        subprocess.run(
+            [FORGE, *arguments], cwd=folder, env=os.environ | DENIED, check=True, capture_output=True
+        )
         return time.perf_counter() - began
