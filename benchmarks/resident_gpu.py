@@ -1,7 +1,8 @@
 """`resident` on one GPU against a hand-written PyTorch loop: a Qwen2 shape of 1.5B parameters, 8 rows of 2048 tokens.
 
-Both sides keep fp32 masters and moments, compute in bf16, clip to norm 1.0 and use torch's fused AdamW. The hand-written
-loop takes transformers' own loss over whole logits. A third side is `resident` with one chunk as large as the batch.
+Both sides keep fp32 masters and moments, compute in bf16, clip to norm 1.0 and use torch's fused AdamW. The
+hand-written loop takes transformers' own loss over whole logits. A third side is `resident` with one chunk as large as
+the batch.
 Each side is a process of its own; sides alternate.
 """
 
@@ -52,8 +53,8 @@ def main() -> None:
     logits = ROWS * TOKENS * MODEL["vocab_size"] * 2 / 2**30
     show(
         "resident_gpu",
-        f"Median step of {STEPS - WARMUP} steps after {WARMUP} (ours: of means over {LOG_EVERY} steps), {REPEATS} processes a "
-        "side in turn, device time; tokens are all real. "
+        f"Median step of {STEPS - WARMUP} steps after {WARMUP} (ours: of means over {LOG_EVERY} steps), "
+        f"{REPEATS} processes a side in turn, device time; tokens are all real. "
         f"Peak is allocated device memory. The bf16 logits of the batch are {logits:.1f} GiB.",
         ("side", "step ms", "tokens/s", "step / plain", "peak GiB"),
         rows,
