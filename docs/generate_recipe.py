@@ -1,17 +1,16 @@
 """Writes docs/recipe.md from the pydantic models of core and of the installed standard plugins.
 
-    python docs/generate_recipe.py            write docs/recipe.md
-    python docs/generate_recipe.py --check    exit 1 when it is out of date
+python docs/generate_recipe.py            write docs/recipe.md
+python docs/generate_recipe.py --check    exit 1 when it is out of date
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+import typing
 from importlib.metadata import distribution
 from pathlib import Path
-
-import typing
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -37,18 +36,19 @@ text:  {path: data/*.jsonl, max_len: 2048}
 
 - What every provider of a stage must honour lives in `train`, so that swapping a plugin loses no option. A plugin's own
   section, named like the plugin, holds only what is its own. The `model` section belongs to the model plugin.
-- Precedence: defaults, then the file, then `--set stream.gpu_budget=24GiB` on the command line (repeatable; the value is YAML).
-- An unknown key is an error that names the nearest valid one; all errors are shown at once. A section in the file for a
-  plugin that is installed but not selected is fine; the same through `--set` is an error, since it would change nothing.
+- Precedence: defaults, then the file, then `--set text.max_len=1024` on the command line (repeatable; the value is
+  YAML).
+- An unknown key is an error that names the nearest valid one; all errors are shown at once. A section in the file for
+  a plugin that is installed but not selected is fine; the same through `--set` is an error: it would change nothing.
 - Sizes accept units (`512MB`, `24GiB`), durations too (`30s`, `10min`, `1.5h`).
 - Paths are relative to the folder in which `forge` is started.
 - Without a recipe, `forge run` takes ./forge.yaml, else the quickstart recipe of the chosen data plugin.
 - The effective recipe, every default filled in, is kept in the run folder as recipe.yaml.
 
-When a run is resumed, these may differ from what it was started with: plugins, ranks, steps (the schedule is laid over the
-new length), the cadence of saving, evaluating and logging, and how a step is cut into micro-batches. `global_batch` is what is
-kept when the number of ranks changes. The model, the seed, the data, the global batch and the optimizer's numbers must not
-differ, unless with `--allow-change KEY` or `--fresh`.
+When a run is resumed, these may differ from what it was started with: plugins, ranks, steps (the schedule is laid over
+the new length), the cadence of saving, evaluating and logging, and how a step is cut into micro-batches. `global_batch`
+is what is kept when the number of ranks changes. The model, the seed, the data, the global batch and the optimizer's
+numbers must not differ, unless with `--allow-change KEY` or `--fresh`.
 """
 
 
@@ -90,7 +90,9 @@ def table(section: str, model: type[Section], title: str = "") -> str:
     lines = [f"## {title or section}", "", *([model.__doc__.splitlines()[0], ""] if model.__doc__ else [])]
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
-        lines.append(f"| `{section}.{name}` | {kind(field)} | {default(field)} | {escaped(field.description or '')} |")
+        lines.append(
+            f"| `{section}.{name}` | {kind(field)} | {default(field)} | {escaped(field.description or '')} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -128,7 +130,11 @@ def _words(annotation: object) -> list[str]:
         return ["mapping"]
     if origin is not None and arguments:
         return [word for argument in arguments if argument is not type(None) for word in _words(argument)]
-    return [{"str": "text", "int": "integer", "float": "number", "bool": "true/false"}.get(_name(annotation), _name(annotation))]
+    return [
+        {"str": "text", "int": "integer", "float": "number", "bool": "true/false"}.get(
+            _name(annotation), _name(annotation)
+        )
+    ]
 
 
 def _name(annotation: object) -> str:

@@ -53,4 +53,4 @@ class RanksError(TrainForgeError):
 
 
 class DataExhausted(Exception):
-    """`Data.take` has no further sample for this run. (StopIteration would be swallowed by generators.)"""
+    """`Data.take` has no further sample for this run; StopIteration would be swallowed by generators."""

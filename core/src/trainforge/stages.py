@@ -518,7 +518,9 @@ class Memory(Stage, ABC):
     def weights(self, name: str) -> Tensor:
         """The whole fp32 master of a parameter on the CPU, row-major, its global shape. Every rank must call it."""
 
-    def generate(self, prompt: Sequence[int], count: int, *, temperature: float = 0.8, seed: int = 0) -> list[int]:
+    def generate(
+        self, prompt: Sequence[int], count: int, *, temperature: float = 0.8, seed: int = 0
+    ) -> list[int]:
         """Sample `count` tokens after `prompt`; an empty list when this memory cannot."""
         return []
 

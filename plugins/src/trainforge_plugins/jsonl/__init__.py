@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainforge.context import Context
-    from trainforge.planning import Plan
     from trainforge.live import Run
+    from trainforge.planning import Plan
 
 
 class JsonlSection(Section):

@@ -13,8 +13,8 @@ from trainforge.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainforge.planning import Plan
     from trainforge.live import Run
+    from trainforge.planning import Plan
 
 _SHOWN_SHARE = 0.02
 
