@@ -12,12 +12,14 @@ import typing
 from importlib.metadata import distribution
 from pathlib import Path
 
+from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from trainforge.provider import STAGES, Provider, Section
 from trainforge.sections import RunSection, TrainSection
 
+_PARSED = {"parse_seconds": "duration", "parse_bytes": "size", "_cadence": "integer, duration"}
 TARGET = Path(__file__).with_name("recipe.md")
 INTRODUCTION = """\
 # The recipe
@@ -98,7 +100,8 @@ def table(section: str, model: type[Section], title: str = "") -> str:
 
 def kind(field: FieldInfo) -> str:
     """A field's type in words."""
-    return escaped(", ".join(dict.fromkeys(_words(field.annotation))))
+    parsed = [_PARSED[item.func.__name__] for item in field.metadata if isinstance(item, BeforeValidator)]
+    return escaped(", ".join(dict.fromkeys(parsed or _words(field.annotation))))
 
 
 def default(field: FieldInfo) -> str:
@@ -122,6 +125,9 @@ def escaped(text: str) -> str:
 
 def _words(annotation: object) -> list[str]:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        parsed = [_PARSED[item.func.__name__] for item in arguments[1:] if isinstance(item, BeforeValidator)]
+        return parsed or _words(arguments[0])
     if origin is typing.Literal:
         return [f"`{value}`" for value in arguments]
     if origin in (tuple, list):
