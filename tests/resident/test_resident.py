@@ -208,6 +208,21 @@ def test_no_gradient_is_left_from_the_step_before(dtype):
         assert "blocks.0.branch.weight" not in harness.finish()
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_no_gradient_is_left_that_another_rank_gave(dtype):
+    config = ToyConfig(branch=True)
+    harness = Harness(ToyModel(config), dtype=dtype)
+    batches = toy_batches(config, 1)
+    batches[0].input_ids[0, 0] = 2  # this rank never goes through the branch
+    flat = harness.memory.gradients[0]
+    span = flat.span([extent.name for extent in flat.extents].index("blocks.0.branch.weight"))
+    for _ in range(2):
+        harness.backward(batches)
+        assert not span.any()
+        span.fill_(3.0)  # what a reduction over ranks leaves in place
+        harness.finish()
+
+
 def test_unused_parameter_is_untouched():
     config = ToyConfig(unused=True)
     harness = Harness(ToyModel(config), weight_decay=0.5)

@@ -21,7 +21,6 @@ class Gradients:
         self.flat, self.in_place = flat, in_place
         self._touched: set[str] = set()  # parameters with a gradient in this step
         self._final: set[str] = set()  # those that the sink was told of
-        self._stale: set[str] = set()  # those whose span still holds the last step's gradient
         self._last = False
         self._sink: Sink = _nowhere
         self._spans = {extent.name: flat.span(index) for index, extent in enumerate(flat.extents)}
@@ -64,8 +63,9 @@ class Gradients:
             self._last = remaining == 0
 
         yield next_micro_batch
-        for name in self._stale - self._touched:
-            self._spans[name].zero_()
+        if not self.in_place:  # else the whole buffer was zeroed before
+            for name in self._spans.keys() - self._touched:
+                self._spans[name].zero_()  # of the last step: of this rank, or summed there from other ranks
         for extent in self.flat.extents:  # those that the last micro-batch did not reach
             if extent.name in self._touched and extent.name not in self._final:
                 sink(extent, None)
@@ -75,9 +75,6 @@ class Gradients:
         self._sink, self._last = sink, False
         if self.in_place:
             self.flat.tensor.zero_()
-            self._stale = set()
-        else:
-            self._stale = self._touched
         self._touched, self._final = set(), set()
 
     def close(self) -> None:
