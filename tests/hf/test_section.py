@@ -66,6 +66,27 @@ def test_values_that_do_not_fit(tmp_path):
         _build(tmp_path, config=tiny.values("llama", hidden_size=33))
 
 
+@pytest.mark.parametrize(
+    ("family", "sizes", "says"),
+    [
+        (
+            "qwen2",
+            {"num_key_value_heads": 3},
+            "num_attention_heads 4 is not a multiple of num_key_value_heads 3",
+        ),
+        ("qwen3_moe", {"num_key_value_heads": 8}, "num_key_value_heads 8"),
+        ("qwen2", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ("gpt2", {"n_layer": 0}, "n_layer is 0"),
+        ("qwen2", {"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ("qwen2", {"hidden_size": 30, "num_key_value_heads": 4}, "hidden_size 30 .* heads of 7 channels"),
+        ("mixtral", {"num_experts_per_tok": 5}, "sent to 5 experts, but there are only 4"),
+    ],
+)
+def test_sizes_that_would_only_fail_in_the_first_step(tmp_path, family, sizes, says):
+    with pytest.raises(ConfigError, match=says):
+        tiny.model(tmp_path, family, **sizes)
+
+
 def test_kernels_that_cannot_be_had(tmp_path):
     with pytest.raises(ConfigError, match="pip install flash-attn"):
         _build(tmp_path, config=tiny.values("llama"), attn="flash_attention_2")

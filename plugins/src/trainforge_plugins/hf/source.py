@@ -11,6 +11,7 @@ from typing import Any
 
 from trainforge.context import Context
 from trainforge.errors import ConfigError
+from trainforge_plugins.hf import structure
 
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.txt")
 _PROBE_SECONDS = 10.0
@@ -111,6 +112,57 @@ def config_of_values(values: dict[str, Any]) -> Any:
         return config_class(**values)
     except Exception as error:
         raise ConfigError(f"model.config: {_first_line(error)}") from None
+
+
+def check_sizes(config: Any) -> None:
+    """Refuse sizes that do not fit each other and that transformers only stumbles over in the first forward.
+
+    Args:
+        config: the configuration of the language model; sizes that its architecture does not have are left out.
+
+    Raises:
+        ConfigError: names both keys, as the architecture calls them, and their values.
+    """
+    for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size"):
+        value = _size(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"model: {_key(config, name)} is {value}: it must be at least 1")
+    names = [_key(config, name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")]
+    width, heads, shared = (
+        _size(config, name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    default = f"what is not given is the default of {config.model_type}"
+    if heads and shared and heads % shared:
+        raise ConfigError(
+            f"model: {names[1]} {heads} is not a multiple of {names[2]} {shared}: change one of them ({default})"
+        )
+    rotary = getattr(config, "rope_parameters", None)
+    if rotary and width and heads and width // heads % 2 and _attribute(config, "head_dim") is None:
+        raise ConfigError(
+            f"model: {names[0]} {width} and {names[1]} {heads} give heads of {width // heads} channels, and rotary "
+            f"positions need an even number: change one of them ({default})"
+        )
+    chosen, experts = structure.active_experts(config), structure.expert_count(config)
+    if chosen and experts and chosen > experts:
+        raise ConfigError(f"model: each token is sent to {chosen} experts, but there are only {experts}")
+
+
+def _attribute(config: Any, name: str) -> Any:
+    """A value of the configuration; `...` when it differs from layer to layer, where transformers raises."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return ...
+
+
+def _size(config: Any, name: str) -> int | None:
+    value = _attribute(config, name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _key(config: Any, name: str) -> str:
+    """What the architecture calls a size: GPT-2 says n_head for num_attention_heads."""
+    return str(config.attribute_map.get(name, name))
 
 
 _OTHER_KEYS = {

@@ -22,7 +22,7 @@ from trainforge_plugins.hf import ModelSection, attention, flops, structure
 from trainforge_plugins.hf.head import OutputHead
 from trainforge_plugins.hf.initial import RandomWeights, transformers_initialiser
 from trainforge_plugins.hf.skeleton import parameters_on_meta
-from trainforge_plugins.hf.source import config_of_folder, config_of_values, folder_of
+from trainforge_plugins.hf.source import check_sizes, config_of_folder, config_of_values, folder_of
 from trainforge_plugins.hf.weights import FolderWeights
 
 _STATEFUL = ("mamba", "linear_attention", "conv", "recurrent", "ssm", "kda", "gated_deltanet")
@@ -37,6 +37,7 @@ def build_transformers(ctx: Context, section: ModelSection) -> HuggingFaceModel:
     with _quiet():
         folder = None if section.hf is None else folder_of(ctx, section.hf)
         config = config_of_values(section.config or {}) if folder is None else config_of_folder(folder)
+        check_sizes(config.get_text_config())
         return HuggingFaceModel(config, folder, section, ctx.run.seed, ctx.device)
 
 
