@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +131,34 @@ def test_checkpoints_with_one_tensor_per_expert(tmp_path):
     out = torch.empty(16 * 32)
     spec.load("model.layers.1.mlp.experts.gate_up_proj", out, Extent("", (4, 32, 32), 2 * 1024 + 512, 512))
     assert torch.equal(out.view(16, 32), state["model.layers.1.mlp.experts.2.up_proj.weight"])
+
+
+def test_joined_experts_do_not_stay_in_memory(tmp_path):
+    folder, model = _saved(tmp_path, "mixtral")  # saved with one tensor per expert
+    spec = tiny.folder_model(tmp_path, folder)
+    before = _tensors_of(4, 96, 32)
+    loaded = tiny.initial(spec)
+    del loaded
+    assert _tensors_of(4, 96, 32) == before
+    again = torch.empty(4 * 96 * 32)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    spec.load(name, again, Extent(name, (4, 96, 32), 0, again.numel()))
+    assert torch.equal(again.view(4, 96, 32), model.state_dict()[name])
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_files_are_not_mapped_for_longer_than_needed(tmp_path, monkeypatch, family):
+    monkeypatch.setattr("trainforge_plugins.hf.weights._MAPPED_BYTES", 1)
+    folder, _ = _saved(tmp_path, family)
+    spec = _same_as_from_pretrained(tmp_path, folder)
+    gc.collect()
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    assert spec.parameters, "the model that reads it is still there"
+
+
+def _tensors_of(*shape):
+    gc.collect()
+    return sum(type(o) is torch.Tensor and not o.is_meta and o.shape == shape for o in gc.get_objects())
 
 
 def test_tied_folder(tmp_path):

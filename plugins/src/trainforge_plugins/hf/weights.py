@@ -26,6 +26,7 @@ from trainforge.errors import ConfigError
 from trainforge.stages import Extent, ParameterSpec
 
 _READ_ELEMENTS = 1 << 24
+_MAPPED_BYTES = 1 << 30
 _INDEX = "model.safetensors.index.json"
 
 
@@ -45,6 +46,7 @@ class Folder:
         self.path = path
         self.files = _files_of_keys(path)
         self._open: dict[Path, Any] = {}
+        self._read_bytes = 0
 
     def slice(self, key: str) -> Any:
         """The tensor `key` as safetensors' lazy slice."""
@@ -78,6 +80,21 @@ class Folder:
             out[done : done + count].copy_(piece[begin : begin + count])
             done += count
 
+    def was_read(self, count: int) -> None:
+        """Note that `count` bytes were read; every GiB the files are closed, to be opened again when asked for.
+
+        safetensors maps a file into memory, and what was read of it counts as this process's until it is closed: a
+        model would seem to take twice its size for the whole run.
+        """
+        self._read_bytes += count
+        if self._read_bytes >= _MAPPED_BYTES:
+            self.close()
+
+    def close(self) -> None:
+        """Close the files that are open."""
+        self._open.clear()
+        self._read_bytes = 0
+
 
 class FolderWeights:
     """The weights of a model folder, named as the model names them.
@@ -104,9 +121,13 @@ class FolderWeights:
         source = self.sources[name]
         if source.converter is None:
             self.folder.read(source.keys[0][0], out, extent.offset)
+            self.folder.was_read(out.nbytes)
             return
-        whole = self._converted(source)[name]
-        out.copy_(whole.reshape(-1)[extent.offset : extent.offset + extent.length])
+        converted = self._converted(source, name)
+        out.copy_(converted[name].reshape(-1)[extent.offset : extent.offset + extent.length])
+        if extent.offset + extent.length == spec.elements:
+            del converted[name]  # read to its end: not kept for the rest of the run
+        self.folder.was_read(out.nbytes)
 
     def fill_buffers(self, module: nn.Module) -> None:
         """Fill the persistent buffers that the folder holds."""
@@ -140,9 +161,9 @@ class FolderWeights:
                     sources[other] = source
         return dict(sources)
 
-    def _converted(self, source: _Source) -> dict[str, Tensor]:
-        """All tensors that a converter makes of its keys; the last ones are kept for the next extent."""
-        if self._last is None or self._last[0] != source.first:
+    def _converted(self, source: _Source, name: str) -> dict[str, Tensor]:
+        """What a converter makes of its keys, `name` among it; the last ones are kept for the next extent."""
+        if self._last is None or self._last[0] != source.first or name not in self._last[1]:
             self._last = None
             converter = copy.deepcopy(source.converter)
             assert converter is not None
