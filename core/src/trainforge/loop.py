@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trainforge.cadence import CadenceClock
 from trainforge.measure import StepFigures
 from trainforge.schedule import learning_rate
-from trainforge.seeding import micro_batch_seed, preserved
+from trainforge.seeding import derive_seed, micro_batch_seed, preserved, seed_everything
 from trainforge.stages import Update
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
     while state.step < run.last_step and not stopped:
         step = state.step + 1
         run.doing = ("data", f"taking the batches of step {step}")
+        seed_everything(derive_seed(run.seed, "data", step, run.ctx.rank))
         batches = run.stages.data.take(run.ctx.batching.accumulate)
         run.doing = ("comm", f"agreeing on the token counts of step {step}")
         totals = _agree(run, batches, stop=stop_requested(), save=save_clock.due(step))
@@ -151,6 +152,7 @@ def evaluate(run: Run) -> float | None:
 
     batches: Iterable[Batch] = counted()
     with preserved(run.ctx.device):
+        seed_everything(derive_seed(run.seed, "validation", run.ctx.rank))
         losses = run.stages.memory.evaluate(batches)
     total = run.stages.comm.sum_ranks(losses.double().sum())
     (tokens,) = run.stages.comm.control([supervised])

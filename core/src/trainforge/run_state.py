@@ -42,12 +42,18 @@ class RunState:
         """Take them back.
 
         Raises:
-            CheckpointError: of another version, or the random generators' states are missing.
+            CheckpointError: of another version, or a part of it is missing; it is named.
         """
-        if version != 1 or "counters" not in data or "rng" not in data:
+        if version != 1:
             raise CheckpointError(
                 f"the checkpoint's loop state (version {version}) is not one that this version reads"
             )
+        for part, what in (("counters", "where the run was"), ("rng", "the states of the random generators")):
+            if part not in data:
+                raise CheckpointError(
+                    f"the checkpoint lacks {part} ({what}) in its part loop, so the run cannot go on exactly: resume "
+                    "from another one with --resume STEP, or start over with --fresh"
+                )
         for field in fields(self):
             setattr(self, field.name, data["counters"].get(field.name, getattr(self, field.name)))
         set_rng_state(data["rng"])

@@ -147,7 +147,9 @@ class Data(Stage, ABC):
         """The next `count` micro-batches of this rank: all of one step. Their tensors live until the next call.
 
         The last step of an epoch may be short: then some batches hold fewer rows or none (0 supervised tokens),
-        but every rank gets `count` of them.
+        but every rank gets `count` of them. Before each call Python's, NumPy's and torch's generators are seeded
+        from (run seed, step, rank): what is drawn from them differs from step to step and from rank to rank, and
+        comes again after a resume. Work ahead of the call, or in workers, takes `derive_seed` with the sample's place.
 
         Raises:
             DataExhausted: no sample is left (only providers that do not repeat).
