@@ -50,6 +50,7 @@ def test_wsd_decay_as_steps():
     st.floats(0, 1e-4),
 )
 def test_every_rate_lies_between_zero_and_the_peak_and_ends_at_lr_end(schedule, steps, warmup, lr_end):
+    lr_end = 0.0 if schedule == "constant" else lr_end  # which has no end of its own
     train = TrainSection(steps=steps, lr=1e-3, schedule=schedule, warmup=warmup, lr_end=lr_end)
     rates = [learning_rate(train, step, steps) for step in range(1, steps + 1)]
     assert all(0 <= rate <= 1e-3 * (1 + 1e-9) for rate in rates)

@@ -12,6 +12,7 @@ import pytest
 from tests.run.runs import run, write_recipe
 
 LONG = {"steps": 100_000, "save_every": 3, "log_every": 1, "eval_every": 4}
+HELD_OUT = {"validation": 2}  # rows, so that there is something to evaluate
 
 
 def start(recipe, run_dir):
@@ -34,7 +35,7 @@ def wait_for_steps(process, run_dir, steps):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_and_exits_with_3(tmp_path, number):
-    recipe = write_recipe(tmp_path, train=LONG | {"save_every": None})
+    recipe = write_recipe(tmp_path, text=HELD_OUT, train=LONG | {"save_every": None})
     process = start(recipe, tmp_path / "run")
     wait_for_steps(process, tmp_path / "run", 2)
     process.send_signal(number)
@@ -48,7 +49,7 @@ def test_a_signal_saves_and_exits_with_3(tmp_path, number):
 
 
 def test_a_signal_before_the_first_step_ends_without_a_traceback(tmp_path):
-    process = start(write_recipe(tmp_path, train=LONG), tmp_path / "run")
+    process = start(write_recipe(tmp_path, text=HELD_OUT, train=LONG), tmp_path / "run")
     end = time.monotonic() + 60
     while not (tmp_path / "run/.lock").exists():
         assert time.monotonic() < end

@@ -14,6 +14,8 @@ from trainforge.hooks import check_hooks
 from trainforge.ledger import Ledger
 from trainforge.live import BUILD_ORDER, Run, Stages
 from trainforge.resuming import find_checkpoint, resume
+from trainforge.seeding import derive_seed, seed_everything
+from trainforge.wishes import check_wishes
 
 if TYPE_CHECKING:
     from trainforge.context import Console, Context
@@ -40,7 +42,9 @@ def start(
     resume_step, resume_path = find_checkpoint(ctx, folder, options)
     if resume_path is not None and ctx.rank == 0:
         folder.check_resumable(recipe, options.allow_change)
-    build_stages(plan, ctx, BUILD_ORDER[1:], closing)
+    build_stages(plan, ctx, BUILD_ORDER[1:3], closing)
+    check_wishes(ctx)
+    build_stages(plan, ctx, BUILD_ORDER[3:], closing)
     stages = Stages(**{name: ctx.built[name] for name in BUILD_ORDER})
     steps = _total_steps(ctx)
     run = Run(
@@ -78,9 +82,13 @@ def _observers(plan: Plan, ctx: Context) -> list[tuple[str, object]]:
 def build_stages(
     plan: Plan, ctx: Context, names: tuple[StageName, ...], closing: contextlib.ExitStack
 ) -> None:
-    """Build stages in order into `ctx.built`; `closing` closes each, also after an error."""
+    """Build stages in order into `ctx.built`; `closing` closes each, also after an error.
+
+    The random generators are seeded for each, the same on every rank.
+    """
     for name in names:
         chosen = plan.chosen[name]
+        seed_everything(derive_seed(ctx.run.seed, "build", name))
         ctx.built[name] = _build(chosen, ctx, name)
         closing.callback(_close, ctx.built[name], chosen.plugin, ctx.console)
 

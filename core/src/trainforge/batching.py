@@ -10,7 +10,9 @@ DEFAULT_GLOBAL_BATCH = 8
 LARGEST_AUTO_MICRO_BATCH = 8
 
 
-def resolve_batching(train: TrainSection, world: int, saved_global_batch: int | None = None) -> Batching:
+def resolve_batching(
+    train: TrainSection, world: int, saved_global_batch: int | None = None, *, cut_as_saved: bool = True
+) -> Batching:
     """Find micro-batch and accumulation for this number of ranks; the global batch is what is kept.
 
     Args:
@@ -18,6 +20,7 @@ def resolve_batching(train: TrainSection, world: int, saved_global_batch: int | 
         world: number of ranks.
         saved_global_batch: of the run being resumed. It stands in for a global batch that the recipe only implies,
             and `accumulate` then follows the number of ranks.
+        cut_as_saved: micro_batch and accumulate are those of the run being resumed. Changed ones must add up.
 
     Raises:
         ConfigError: the numbers do not divide; the message holds the nearest that do.
@@ -31,7 +34,7 @@ def resolve_batching(train: TrainSection, world: int, saved_global_batch: int | 
             f"{_multiples(total, world)}"
         )
     share = total // world
-    if saved_global_batch is not None and micro is not None:
+    if saved_global_batch is not None and micro is not None and cut_as_saved:
         accumulate = None
     if micro is None:
         micro = _micro(share, accumulate, total, world)

@@ -17,12 +17,12 @@ STAGES: tuple[StageName, ...] = ("model", "data", "memory", "comm", "optimizer",
 
 
 class Section(BaseModel):
-    """Base of a plugin's recipe section: frozen, and a key it does not know is an error.
+    """Base of a plugin's recipe section: frozen; a key it does not know and a number that is not finite are errors.
 
     A field's `description` becomes its line in docs/recipe.md.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)

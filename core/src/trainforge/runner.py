@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainforge.assembly import cache_dir, start
 from trainforge.batching import resolve_batching
 from trainforge.console import TerminalConsole
-from trainforge.context import Context
+from trainforge.context import Batching, Context
 from trainforge.errors import DataExhausted, ProviderError, TrainForgeError
 from trainforge.live import BUILD_ORDER, Run, Stages
 from trainforge.loop import train
@@ -22,6 +22,7 @@ from trainforge.summary import show_summary, summarise
 if TYPE_CHECKING:
     from trainforge.options import RunOptions
     from trainforge.planning import Plan
+    from trainforge.sections import TrainSection
 
 __all__ = ["Run", "Stages", "carry_out", "run_plan"]
 
@@ -53,7 +54,7 @@ def run_plan(plan: Plan, options: RunOptions) -> int:
                 console.note(f"--fresh: what an earlier run left was moved to {moved}")
         if folder.path.exists():
             saved = folder.saved_recipe() if not options.fresh else None
-        batching = resolve_batching(plan.recipe.train, ranks.world, _saved_global_batch(saved))
+        batching = _batching(plan.recipe.train, ranks.world, saved)
         ctx = Context(
             run=plan.recipe.run,
             train=plan.recipe.train,
@@ -122,9 +123,16 @@ def blaming(run: Run) -> Iterator[None]:
         raise ProviderError(run.plan.chosen[stage].plugin, stage, doing, error) from error
 
 
-def _saved_global_batch(saved: dict[str, Any] | None) -> int | None:
-    value = (saved or {}).get("train", {}).get("global_batch")
-    return value if isinstance(value, int) else None
+def _batching(train: TrainSection, world: int, saved: dict[str, Any] | None) -> Batching:
+    """How a step is cut, given the effective recipe of the run that this folder holds."""
+    before = (saved or {}).get("train", {})
+    total = before.get("global_batch")
+    return resolve_batching(
+        train,
+        world,
+        total if isinstance(total, int) else None,
+        cut_as_saved=all(before.get(key) == getattr(train, key) for key in ("micro_batch", "accumulate")),
+    )
 
 
 def _start_report(run: Run) -> None:

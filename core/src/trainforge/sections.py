@@ -13,21 +13,25 @@ from trainforge.units import parse_seconds
 def _cadence(value: Any) -> Any:
     """A cadence is a number of steps, or a duration with its unit, kept as text (`10min`)."""
     if isinstance(value, str) and not value.strip().isdigit():
-        parse_seconds(value)
+        if parse_seconds(value) == 0:
+            raise ValueError("must be longer than nothing")
         return value.strip()
     return int(value) if isinstance(value, str) else value
 
 
-Cadence = Annotated[int | str, BeforeValidator(_cadence)]
+Cadence = Annotated[Annotated[int, Field(ge=1)] | str, BeforeValidator(_cadence)]
+Factor = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunSection(Section):
     """What the run is called and what it runs on."""
 
     name: str = Field(
-        "run", pattern=r"^[A-Za-z0-9._-]+$", description="name of the run; its folder is runs/NAME"
+        "run",
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
+        description="name of the run; its folder is runs/NAME",
     )
-    seed: int = Field(0, ge=0, description="seeds weights, data order and dropout")
+    seed: int = Field(0, ge=0, lt=2**63, description="seeds weights, data order and dropout")
     device: str = Field(
         "auto", description="`auto` (an accelerator when there is one), `cpu`, `cuda`, `cuda:1`, ..."
     )
@@ -62,7 +66,7 @@ class TrainSection(Section):
         0.2, gt=0, description="wsd: steps of the final decay, or a share of the run when at most 1"
     )
     lr_end: float = Field(0.0, ge=0, description="learning rate at the end of the schedule")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's averaging factors")
+    betas: tuple[Factor, Factor] = Field((0.9, 0.95), description="Adam's averaging factors")
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon")
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay")
     decay_exclude: tuple[str, ...] = Field(
@@ -99,4 +103,17 @@ class TrainSection(Section):
             raise ValueError("say how long to train: steps or epochs")
         if isinstance(self.micro_batch, int) and self.micro_batch < 1:
             raise ValueError("micro_batch must be at least 1, or auto")
+        return self
+
+    @model_validator(mode="after")
+    def _no_wish_in_vain(self) -> TrainSection:
+        """A schedule's number that the chosen schedule does not know would change nothing."""
+        if self.schedule != "wsd" and self.decay != type(self).model_fields["decay"].default:
+            raise ValueError(
+                f"decay has no effect with schedule {self.schedule}: leave it out, or set schedule to wsd"
+            )
+        if self.schedule == "constant" and self.lr_end != 0:
+            raise ValueError(
+                "lr_end has no effect with schedule constant: leave it out, or choose linear, cosine or wsd"
+            )
         return self

@@ -103,11 +103,14 @@ def _digest(run: Run) -> str:
 
 def _show_sample(run: Run) -> None:
     prompt = run.ctx.run.sample
-    ids = run.stages.data.encode(prompt) if prompt else None
-    if prompt is None or not ids:
+    if not prompt:
         return
+    ids = run.stages.data.encode(prompt)
     with preserved(run.ctx.device):
-        continuation = run.stages.memory.generate(ids, _SAMPLE_TOKENS, seed=run.seed)
+        continuation = run.stages.memory.generate(ids, _SAMPLE_TOKENS, seed=run.seed) if ids else []
     text = run.stages.data.decode(continuation) if continuation else None
     if text:
         run.console.note(f"sample      {prompt}{text}")
+    else:
+        missing = "the data has no tokenizer for it" if not ids else "this memory cannot generate"
+        run.console.note(f"sample      none: {missing} (run.sample)")

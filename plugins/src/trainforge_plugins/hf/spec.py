@@ -68,6 +68,11 @@ class HuggingFaceModel(ModelSpec):
         self.parameters = structure.describe_parameters(
             model, self.blocks, heads, structure.expert_count(self.text)
         )
+        if section.experts != "auto" and not any(spec.experts for spec in self.parameters):
+            raise ConfigError(
+                f"model.experts is {section.experts}, but {config.model_type} has no stacked experts for it: leave it "
+                "out"
+            )
         self.head_parameters = self._head_parameters()
         self.vocab_size = int(self.text.vocab_size)
         self.max_positions = structure.number(

@@ -43,7 +43,9 @@ class Resident(Memory):
         self.loss_chunk = ctx.train.loss_chunk
         trainable = [spec for spec in self.model.parameters if spec.trainable]
         if not trainable:
-            raise ConfigError("every parameter is frozen, so there is nothing to train: relax `model.freeze`")
+            raise ConfigError(
+                "every parameter is frozen, so there is nothing to train: let some have gradients"
+            )
         owned = self.comm.partition(trainable)
         dtype = working_dtype(ctx.train, ctx.device)
         self.buffers = Buffers(self.model, ctx.optimizer, owned, dtype, ctx.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from trainforge.hookspecs import hookimpl
 from trainforge.provider import Estimate, Provider, Section
@@ -53,11 +53,20 @@ class TextSection(Section):
         "auto", description="processes that tokenise; 0: the main process does it; auto: by cores and size"
     )
     worker_timeout: Seconds = Field(
-        120.0, description="a tokenising process that is silent for this long ends the run"
+        120.0, gt=0, description="a tokenising process that is silent for this long ends the run"
     )
     cache: Path | None = Field(
         None, description="folder of the token cache; by default the run's cache folder"
     )
+
+    @field_validator("validation")
+    @classmethod
+    def _share_or_count(
+        cls, value: float | str | tuple[str, ...] | None
+    ) -> float | str | tuple[str, ...] | None:
+        if isinstance(value, float) and value >= 1 and not value.is_integer():
+            raise ValueError("must be a share below 1, a whole number of rows, or a path")
+        return value
 
 
 def build(ctx: Context, config: TextSection) -> Data:

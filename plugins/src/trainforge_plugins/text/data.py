@@ -37,6 +37,13 @@ def build_data(ctx: Context, config: TextSection) -> TextData:
             f"text.max_len is {config.max_len}, but the model has {positions} positions: set text.max_len to at most "
             f"{positions}"
         )
+    if config.field != "text" and all(
+        source.format == "text" for source in find_sources(config.path, config.format)
+    ):
+        raise DataError(
+            f"text.field is {config.field!r}, but {config.path} holds plain text, which has no fields: leave "
+            "text.field out, or set text.format to jsonl"
+        )
     tokenizer = load_tokenizer(ctx, config.tokenizer)
     _check_end_token(tokenizer, ctx.model.vocab_size)
     cache = _open(ctx, config, tokenizer, config.path)
