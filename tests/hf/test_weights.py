@@ -136,10 +136,10 @@ def test_checkpoints_with_one_tensor_per_expert(tmp_path):
 def test_joined_experts_do_not_stay_in_memory(tmp_path):
     folder, model = _saved(tmp_path, "mixtral")  # saved with one tensor per expert
     spec = tiny.folder_model(tmp_path, folder)
-    before = _tensors_of(4, 96, 32)
-    loaded = tiny.initial(spec)
+    before = _tensors_of(4, 32, 48)
+    loaded = tiny.initial(spec)  # the down projections of the last block come last of all experts
     del loaded
-    assert _tensors_of(4, 96, 32) == before
+    assert _tensors_of(4, 32, 48) == before
     again = torch.empty(4 * 96 * 32)
     name = "model.layers.0.mlp.experts.gate_up_proj"
     spec.load(name, again, Extent(name, (4, 96, 32), 0, again.numel()))
