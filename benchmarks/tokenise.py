@@ -33,8 +33,8 @@ def main() -> None:
             path.unlink()
     show(
         "tokenise",
-        "Bytes tokenizer. MB/s: the file's size over the difference of two whole runs of one step, without and with the "
-        "token cache. Peak: the largest resident set of the main process, PyTorch and model included.",
+        "Bytes tokenizer. MB/s: the file's size over the difference of two whole runs of one step, without and with "
+        "the token cache. Peak: the largest resident set of the main process, PyTorch and model included.",
         ("file", "MB", "MB/s", "peak MB, tokenising", "peak MB, from the cache"),
         rows,
     )
