@@ -127,6 +127,14 @@ def test_plan_shows_who_does_what_and_what_it_needs():
     block = (16 * 16 + 16) + 2 * (16 * 8 + 8) + 16 * 16 + 3 * 16 * 32 + 2 * 16
     tied = data["recipe"]["model"]["config"].get("tie_word_embeddings", False)
     assert data["sizes"]["parameters"] == 264 * 16 * (1 if tied else 2) + 2 * block + 16
+    elements, tensors = data["sizes"]["trainable"], 2 * 12 + 2 + (not tied)
+    estimates = data["sizes"]["estimates"]
+    (checkpoint,) = estimates["checkpoint"]["host"].values()
+    assert (
+        checkpoint == 12 * elements + 4 * tensors
+    )  # a master, two moments; and a count of steps for each tensor
+    assert estimates["memory"]["device"]["optimizer state"] == 8 * elements
+    assert "activations (roughly, at 16 tokens per row)" in estimates["memory"]["device"]
     assert forge("plan", "recipe.yaml", "--no-sizes").exit_code == 0
 
 

@@ -426,14 +426,25 @@ def test_estimate_counts_every_tier():
     trainable = sum(spec.elements for spec in model.parameters if spec.trainable)
     everything = sum(spec.elements for spec in model.parameters)
     provider = forge_memory()
-    planned = provider.estimate(make_context(dtype="bf16"), model, provider.config())
+
+    def context(**train):
+        ctx = make_context(**train)
+        ctx.built |= {"comm": Comm(), "optimizer": forge_optimizer().build(ctx, None)}
+        return ctx
+
+    planned = provider.estimate(context(dtype="bf16"), model, provider.config())
     assert planned.device["masters"] == 4 * trainable
     assert planned.device["working copies"] == 2 * everything
     assert planned.device["gradients"] == 4 * trainable
     assert planned.device["optimizer state"] == 8 * trainable
-    full = provider.estimate(make_context(dtype="fp32"), model, provider.config())
+    full = provider.estimate(context(dtype="fp32"), model, provider.config())
     assert "masters" not in full.device  # the working copies are the masters
     assert full.device["working copies"] == 4 * everything
+    short = context(dtype="bf16")
+    short.row_tokens = 8  # as the data stage estimates it
+    rough = provider.estimate(short, model, provider.config()).device
+    assert rough["activations (roughly, at 8 tokens per row)"] == 34 * 16 * len(model.blocks) * 2 * 8
+    assert rough["logits of one chunk"] == 2 * 8 * model.vocab_size * 12  # 2 rows of 8 do not fill a chunk
 
 
 def test_persistent_buffers_are_saved_and_restored():

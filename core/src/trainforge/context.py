@@ -63,6 +63,7 @@ class Context:
         run_dir: the run's folder, or None when only planning.
         cache_dir: where derived data may be kept between runs.
         console: for lines and progress bars.
+        row_tokens: in an `estimate`: tokens of the longest rows, when the data stage could tell.
     """
 
     run: RunSection
@@ -78,6 +79,7 @@ class Context:
     cache_dir: Path
     console: Console
     plugin: str = ""
+    row_tokens: int | None = None
     built: dict[str, Any] = field(default_factory=dict)
 
     def _stage(self, name: str) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,27 +70,29 @@ def describe_model(plan: Plan, world: int = 1) -> tuple[ModelSpec, Context]:
         built={"comm": Comm()},
     )
     chosen = plan.chosen["model"]
-    ctx.plugin = chosen.plugin
-    with _blame(chosen, "describing the model"):
+    with _blame(chosen, ctx, "describing the model"):
         ctx.built["model"] = chosen.provider.build(ctx, chosen.config)
     return ctx.model, ctx
 
 
 def measure(plan: Plan, world: int = 1) -> PlanSizes:
-    """Ask every stage what it would need.
+    """Ask every stage what it would need. The optimizer is built for it: it is pure math, and says what state it keeps.
 
     Raises:
         TrainForgeError: the model cannot be built, an estimate fails, or the chosen providers do not fit the device.
     """
     model, ctx = describe_model(plan, world)
     plan.check(ctx.device.type, world)
+    optimizer = plan.chosen["optimizer"]
+    with _blame(optimizer, ctx, "being asked for its state"):
+        ctx.built["optimizer"] = optimizer.provider.build(ctx, optimizer.config)
     estimates: dict[str, Estimate] = {}
     for stage in STAGES:
         chosen = plan.chosen[stage]
         if chosen.provider.estimate is not None:
-            ctx.plugin = chosen.plugin
-            with _blame(chosen, "estimating what it needs"):
+            with _blame(chosen, ctx, "estimating what it needs"):
                 estimates[stage] = chosen.provider.estimate(ctx, model, chosen.config)
+            ctx.row_tokens = estimates[stage].row_tokens or ctx.row_tokens
     return PlanSizes(
         parameters=sum(spec.elements for spec in model.parameters),
         trainable=sum(spec.elements for spec in model.parameters if spec.trainable),
@@ -101,18 +104,16 @@ def measure(plan: Plan, world: int = 1) -> PlanSizes:
     )
 
 
-class _blame:
-    """Turn a plugin's unexpected exception into one that names it."""
-
-    def __init__(self, chosen: Chosen, doing: str) -> None:
-        self.chosen, self.doing = chosen, doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, TrainForgeError):
-            raise ProviderError(self.chosen.plugin, self.chosen.stage, self.doing, error) from error
+@contextmanager
+def _blame(chosen: Chosen, ctx: Context, doing: str) -> Iterator[None]:
+    """Say whose turn it is, and turn a plugin's unexpected exception into one that names it."""
+    ctx.plugin = chosen.plugin
+    try:
+        yield
+    except TrainForgeError:
+        raise
+    except Exception as error:
+        raise ProviderError(chosen.plugin, chosen.stage, doing, error) from error
 
 
 def _device(name: str) -> torch.device:

@@ -55,12 +55,14 @@ class Estimate:
         host: bytes of host RAM on each rank.
         disk: bytes on disk, whole run folder or cache.
         seconds_per_step: the predicted time this stage adds to one step, or None when it cannot tell.
+        row_tokens: data only: the tokens of its longest rows; the stages after it find them as `ctx.row_tokens`.
     """
 
     device: Mapping[str, int] = field(default_factory=dict)
     host: Mapping[str, int] = field(default_factory=dict)
     disk: Mapping[str, int] = field(default_factory=dict)
     seconds_per_step: float | None = None
+    row_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def estimate(ctx: Context, model: ModelSpec, config: DcpSection) -> Estimate:
     """Bytes of the checkpoints on disk while one more is written, and of the snapshot in host RAM."""
     from trainforge_plugins.dcp.layout import state_bytes
 
-    total = state_bytes(model, ctx.built.get("optimizer"))
+    total = state_bytes(model, ctx.optimizer)
     return Estimate(
         host={"snapshot of a save": total // max(1, ctx.world)},
         disk={f"{ctx.train.keep} checkpoints and the next one": total * (ctx.train.keep + 1)},

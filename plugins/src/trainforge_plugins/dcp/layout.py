@@ -121,15 +121,15 @@ def plan_chunks(tables: Sequence[Iterable[Row]]) -> list[Chunk]:
     return chunks
 
 
-def state_bytes(model: ModelSpec, optimizer: Optimizer | None) -> int:
+def state_bytes(model: ModelSpec, optimizer: Optimizer) -> int:
     """Bytes of all masters (fp32) and of the optimizer's state, over all ranks."""
     total = 0
     for spec in model.parameters:
         if spec.trainable:
-            state = {} if optimizer is None else optimizer.state(spec)
             total += 4 * spec.elements
             total += sum(
-                (spec.elements if s.per_element else 1) * ITEM_BYTES[s.dtype] for s in state.values()
+                (spec.elements if state.per_element else 1) * ITEM_BYTES[state.dtype]
+                for state in optimizer.state(spec).values()
             )
     return total
 

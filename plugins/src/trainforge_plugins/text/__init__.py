@@ -77,14 +77,17 @@ def build(ctx: Context, config: TextSection) -> Data:
 
 
 def estimate(ctx: Context, model: ModelSpec, config: TextSection) -> Estimate:
-    """Disk that the token cache takes: exact for bytes, for other tokenizers as if they gave one token in 3 bytes."""
+    """Disk that the token cache takes: exact for bytes, for other tokenizers as if they gave one token in 3 bytes.
+
+    And the length of the rows, for the stages that hold them.
+    """
     from trainforge_plugins.text.sources import find_sources
     from trainforge_plugins.text.tokenizers import chosen_tokenizer
 
     size = sum(source.size for source in find_sources(config.path, config.format))
     width = 2 if model.vocab_size <= 2**16 else 4
     tokens = size if chosen_tokenizer(ctx, config.tokenizer) == "bytes" else size // 3
-    return Estimate(disk={"token cache": tokens * width})
+    return Estimate(disk={"token cache": tokens * width}, row_tokens=config.max_len)
 
 
 @hookimpl
