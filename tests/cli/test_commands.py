@@ -68,15 +68,32 @@ def test_run_passes_its_options_and_gives_back_the_exit_code(calls: list[Any]):
             "4",
             "--resume",
             "2",
-            "--fresh",
             "--strict",
         ],
         *["--allow-change", "train.lr", "--allow-change", "run.seed", "--debug", "--set", "train.lr=1e-2"],
     )
     assert result.exit_code == 3, result.output
     ((plan, options),) = calls
-    assert options == RunOptions(Path("there"), 4, 2, True, ("train.lr", "run.seed"), True, True)
+    assert options == RunOptions(Path("there"), 4, 2, False, ("train.lr", "run.seed"), True)
     assert plan.recipe.train.lr == 0.01
+
+
+def test_resume_and_fresh_contradict_each_other(calls: list[Any]):
+    result = forge("run", "recipe.yaml", "--resume", "2", "--fresh")
+    assert result.exit_code == 2
+    assert "--fresh" in result.stderr
+    assert not calls
+
+
+def test_ctrl_c_is_one_sentence_and_exit_1(calls: list[Any], monkeypatch: pytest.MonkeyPatch):
+    def interrupted(plan: Any, options: RunOptions) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainforge.runner.run_plan", interrupted)
+    result = forge("run", "recipe.yaml")
+    assert result.exit_code == 1
+    assert "stopped at once by Ctrl-C" in result.stderr
+    assert "Traceback" not in result.output
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,10 @@ def test_the_hash_changes_with_versions_values_and_files_and_with_nothing_else(s
     base = plan().hash
     assert plan().hash == base
     hashes = [base, plan(overrides=["run.seed=1"]).hash, plan(plugins=[str(mine)]).hash]
+    elsewhere = site.folder / "another_host" / "mine.py"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text(mine.read_text())
+    assert plan(plugins=[str(elsewhere)]).hash == hashes[2]
     mine.write_text(HEAD + stage("comm") + "# edited\n")
     hashes.append(plan(plugins=[str(mine)]).hash)
     metadata = next((site.folder / "site-packages").glob("*.dist-info")) / "METADATA"

@@ -35,6 +35,7 @@ class TerminalConsole:
 
     def __init__(self, *, silent: bool = False) -> None:
         self.terminal = RichConsole(highlight=False, soft_wrap=True, quiet=silent)
+        self._silent = silent
         self._warned: set[str] = set()
         self._log: Path | None = None
         self._early: list[str] = []
@@ -83,7 +84,8 @@ class TerminalConsole:
 
     def _keep(self, line: str) -> None:
         if self._log is None:
-            self._early.append(line)
+            if not self._silent:  # ranks other than 0 have no log
+                self._early.append(line)
             return
         with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")

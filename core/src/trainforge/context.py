@@ -60,7 +60,7 @@ class Context:
         device: this rank's device.
         rank, world, local_rank, local_world: this process among all, and among those of this host.
         batching: samples per step, micro-batch and rank.
-        run_dir: the run's folder, or None when only planning.
+        run_dir: the run's folder; while planning it need not exist.
         cache_dir: where derived data may be kept between runs.
         console: for lines and progress bars.
         row_tokens: in an `estimate`: tokens of the longest rows, when the data stage could tell.

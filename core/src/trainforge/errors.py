@@ -44,6 +44,15 @@ class ProviderError(TrainForgeError):
         self.__cause__ = cause
 
 
+class OutOfMemory(ProviderError):
+    """Memory of the device or the host ran out while a plugin worked; says what to lower."""
+
+    def __init__(self, plugin: str, stage: str, doing: str, cause: BaseException, advice: str) -> None:
+        super().__init__(plugin, stage, doing, cause)
+        said = str(cause).partition(". GPU")[0] or type(cause).__name__
+        self.args = (f"{plugin} ({stage}) ran out of memory while {doing} ({said}): {advice}",)
+
+
 class CheckpointError(TrainForgeError):
     """A checkpoint cannot be written, or what lies on disk is not what was written."""
 

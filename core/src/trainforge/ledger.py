@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-LAPS = ("data", "compute", "comm", "optimizer", "checkpoint", "evaluate", "other")
+LAPS = ("data", "compute", "comm", "optimizer", "evaluate", "checkpoint", "other")
 """What a step's time is booked under, in the order of a step. `other` is the loop itself, observers and logging."""
 
 

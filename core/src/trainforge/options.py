@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainforge.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -17,7 +19,9 @@ class RunOptions:
         fresh: start from step 0 and put what the folder holds aside.
         allow_change: dotted recipe keys that may differ from those of the run being resumed.
         strict: a failing observer ends the run instead of being muted.
-        debug: show tracebacks.
+
+    Raises:
+        ConfigError: they contradict each other.
     """
 
     run_dir: Path | None = None
@@ -26,4 +30,9 @@ class RunOptions:
     fresh: bool = False
     allow_change: tuple[str, ...] = ()
     strict: bool = False
-    debug: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fresh and self.resume is not None:
+            raise ConfigError(
+                f"--fresh starts over and --resume {self.resume} goes on from a checkpoint: give only one of them"
+            )

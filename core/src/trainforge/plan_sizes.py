@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainforge.batching import resolve_batching
+from trainforge.blame import blaming
 from trainforge.context import Batching, Context, SilentConsole
-from trainforge.errors import ProviderError, TrainForgeError
+from trainforge.errors import ConfigError
 from trainforge.provider import STAGES, Estimate
 from trainforge.stages import Comm
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from trainforge.planning import Plan
-    from trainforge.selection import Chosen
     from trainforge.stages import ModelSpec
 
 
@@ -70,7 +69,7 @@ def describe_model(plan: Plan, world: int = 1) -> tuple[ModelSpec, Context]:
         built={"comm": Comm()},
     )
     chosen = plan.chosen["model"]
-    with _blame(chosen, ctx, "describing the model"):
+    with blaming(ctx, chosen.plugin, "model", "describing the model"):
         ctx.built["model"] = chosen.provider.build(ctx, chosen.config)
     return ctx.model, ctx
 
@@ -90,7 +89,7 @@ def measure(plan: Plan, world: int = 1) -> PlanSizes:
     for stage in STAGES:
         chosen = plan.chosen[stage]
         if chosen.provider.estimate is not None:
-            with _blame(chosen, ctx, "estimating what it needs"):
+            with blaming(ctx, chosen.plugin, stage, "estimating what it needs"):
                 estimates[stage] = chosen.provider.estimate(ctx, model, chosen.config)
             ctx.row_tokens = estimates[stage].row_tokens or ctx.row_tokens
     return PlanSizes(
@@ -104,21 +103,14 @@ def measure(plan: Plan, world: int = 1) -> PlanSizes:
     )
 
 
-@contextmanager
-def _blame(chosen: Chosen, ctx: Context, doing: str) -> Iterator[None]:
-    """Say whose turn it is, and turn a plugin's unexpected exception into one that names it."""
-    ctx.plugin = chosen.plugin
-    try:
-        yield
-    except TrainForgeError:
-        raise
-    except Exception as error:
-        raise ProviderError(chosen.plugin, chosen.stage, doing, error) from error
-
-
 def _device(name: str) -> torch.device:
     import torch
 
     if name != "auto":
-        return torch.device(name)
+        try:
+            return torch.device(name)
+        except RuntimeError:
+            raise ConfigError(
+                f"run.device is {name!r}; it must be auto, cpu, or a device such as cuda or cuda:1"
+            ) from None
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -57,12 +57,16 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over plugins, versions and the effective recipe, however chosen: every rank must have the same."""
+        """SHA-256 over plugins, versions and the effective recipe, however chosen: every rank must have the same.
+
+        A plugin that is a file counts by its name and content: it may lie elsewhere on another host.
+        """
         roles = {chosen.stage: chosen.plugin for chosen in self.chosen.values()}
         plugins = {
             name: (source.distribution, source.version) for name, source in self.selection.sources().items()
         }
-        facts = json.dumps([roles, plugins, self.recipe.effective()], sort_keys=True, default=str)
+        sections = {name: value for name, value in self.recipe.effective().items() if name != "plugins"}
+        facts = json.dumps([roles, plugins, sections], sort_keys=True, default=str)
         return hashlib.sha256(facts.encode()).hexdigest()
 
     def check(self, device_type: str, world: int) -> None:

@@ -49,10 +49,12 @@ def preserved(device: torch.device) -> Iterator[None]:
     numpy_state = numpy.random.get_state() if numpy else None
     cards = [device] if device.type != "cpu" else []
     with torch.random.fork_rng(devices=cards, device_type=device.type if cards else "cuda"):
-        yield
-    random.setstate(python_state)
-    if numpy and numpy_state is not None:
-        numpy.random.set_state(numpy_state)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy and numpy_state is not None:
+                numpy.random.set_state(numpy_state)
 
 
 def rng_state() -> dict[str, Any]:

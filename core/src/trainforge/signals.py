@@ -45,11 +45,6 @@ class StopSignals:
         self._interrupts = 0
         self._before: dict[signal.Signals, Any] = {}
 
-    @property
-    def flag(self) -> float:
-        """1.0 when this rank was asked to stop: a number to be summed over ranks, so that all stop together."""
-        return 0.0 if self.name is None else 1.0
-
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._before = handle_stopping(self._remember)

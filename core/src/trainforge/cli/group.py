@@ -29,9 +29,9 @@ class ForgeGroup(click.Group):
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             _show(error, debugging(ctx))
-            ctx.exit(error.exit_code if isinstance(error, TrainForgeError) else 1)
+            ctx.exit(_exit_code(error))
 
 
 def debug_option(command: Command) -> Command:
@@ -57,21 +57,30 @@ def arguments(ctx: click.Context) -> tuple[str, ...]:
     return tuple(ctx.meta.get(_ARGUMENTS, ()))
 
 
-def _show(error: Exception, debug: bool) -> None:
+def _exit_code(error: BaseException) -> int:
+    return error.exit_code if isinstance(error, TrainForgeError) else 1
+
+
+def _show(error: BaseException, debug: bool) -> None:
     """Show an error, or leave it to the launcher when this is one of its ranks."""
     from trainforge.rank_process import report_error
 
-    code = error.exit_code if isinstance(error, TrainForgeError) else 1
     text = _text(error, debug)
-    if not report_error(error, text, code):
+    if not report_error(error, text, _exit_code(error)):
         click.echo(text, err=True)
 
 
-def _text(error: Exception, debug: bool) -> str:
-    if isinstance(error, TrainForgeError):
+def _text(error: BaseException, debug: bool) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        text = "error: stopped at once by Ctrl-C; what was done since the last checkpoint is lost"
+    elif isinstance(error, TrainForgeError):
         text = f"error: {error}"
     else:
         text = f"error: {type(error).__name__}: {error}"
     if debug:
         return f"{''.join(traceback.format_exception(error))}{text}"
-    return text if isinstance(error, UserError) else f"{text}\nRun with --debug for the traceback."
+    return (
+        text
+        if isinstance(error, UserError | KeyboardInterrupt)
+        else f"{text}\nRun with --debug for the traceback."
+    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainforge.cli.group import arguments, debug_option, debugging
+from trainforge.cli.group import arguments, debug_option
 from trainforge.cli.shared import Choices, choice_options
 from trainforge.errors import ConfigError
 from trainforge.options import RunOptions
@@ -76,7 +76,7 @@ def run(
     plan = choices.plan(more=more, world=planned_world)
     nproc = nproc or len(plan.recipe.run.devices or (0,))
     if started_by_launcher() or ranks.world > 1 or nproc * nnodes == 1:
-        ctx.exit(_one_rank(plan, RunOptions(debug=debugging(ctx), **start)))
+        ctx.exit(_one_rank(plan, RunOptions(**start)))
     from trainforge.launcher import launch
 
     ctx.exit(launch(arguments(ctx), nproc, nnodes=nnodes, node_rank=node_rank, rdzv=rdzv))
