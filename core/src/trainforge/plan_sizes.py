@@ -83,7 +83,7 @@ def measure(plan: Plan, world: int = 1) -> PlanSizes:
     model, ctx = describe_model(plan, world)
     plan.check(ctx.device.type, world)
     optimizer = plan.chosen["optimizer"]
-    with _blame(optimizer, ctx, "being asked for its state"):
+    with blaming(ctx, optimizer.plugin, "optimizer", "being asked for its state"):
         ctx.built["optimizer"] = optimizer.provider.build(ctx, optimizer.config)
     estimates: dict[str, Estimate] = {}
     for stage in STAGES:
