@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,7 +16,12 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from trainforge.errors import DataError
 from trainforge_plugins.text import tokenizers as ours
-from trainforge_plugins.text.tokenizers import ByteTokenizer, LibraryTokenizer, load_tokenizer
+from trainforge_plugins.text.tokenizers import (
+    ByteTokenizer,
+    LibraryTokenizer,
+    PythonTokenizer,
+    load_tokenizer,
+)
 
 SENTENCES = ["the whale swam in the sea", "the sea was deep", "grüße an den wal", "  two  spaces\n\n\nlines"]
 
@@ -66,6 +72,39 @@ def test_a_folder_gives_the_librarys_ids_and_an_end_token(
 
 
 @pytest.mark.ranks
+def test_a_tokenizer_in_python_works_and_stays_in_this_process(tmp_path: Path):
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(tmp_path / "byt5")
+    tokenizer = load_tokenizer(context(tmp_path), str(tmp_path / "byt5"))
+    assert isinstance(tokenizer, PythonTokenizer)
+    assert tokenizer.spec() is None
+    text = "grüße\n an"
+    expected = [byte + 3 for byte in text.encode()]  # ByT5: three special tokens, then the bytes
+    assert tokenizer.encode(text.encode()).tolist() == expected
+    assert tokenizer.end == 1
+    assert tokenizer.decode([*expected, 1]) == text
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text}, {"text": "b"}])
+    section = {"tokenizer": str(tmp_path / "byt5"), "max_len": 16, "shuffle": False, "workers": 2}
+    (batch,) = text_data(tmp_path, str(path), section=section, vocab_size=400).take(1)
+    assert batch.input_ids[0, : batch.real].tolist() == [*expected, 1, ord("b") + 3, 1]
+
+
+def test_the_fingerprint_of_a_tokenizer_in_python_has_its_files(tmp_path: Path):
+    from transformers import ByT5Tokenizer
+
+    class WithFile(ByT5Tokenizer):
+        vocab_files_names: ClassVar[dict[str, str]] = {"merges_file": "merges.txt"}
+
+    prints = []
+    for merges in ("a b", "a b", "b a"):
+        backend = WithFile()
+        backend.merges_file = str(tmp_path / "merges.txt")
+        (tmp_path / "merges.txt").write_text(merges)
+        prints.append(PythonTokenizer("x", backend, 1).fingerprint)
+    assert prints[0] == prints[1] != prints[2]
+
+
 def test_workers_make_the_same_tokenizer(tmp_path: Path, folder: Path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in SENTENCES * 50])
     states = [

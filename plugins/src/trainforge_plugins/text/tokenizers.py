@@ -133,7 +133,12 @@ class PythonTokenizer(Tokenizer):
         vocabulary = backend.get_vocab()
         self.size = max(vocabulary.values(), default=0) + 1
         words = repr((type(backend).__name__, end, sorted(vocabulary.items())))
-        self.fingerprint = hashlib.sha256(words.encode("utf-8", "backslashreplace")).hexdigest()[:32]
+        hashed = hashlib.sha256(words.encode("utf-8", "backslashreplace"))
+        for attribute in sorted(backend.vocab_files_names):  # merges and scores are in the files only
+            file = getattr(backend, attribute, None)
+            if isinstance(file, str | os.PathLike) and os.path.isfile(file):
+                hashed.update(Path(file).read_bytes())
+        self.fingerprint = hashed.hexdigest()[:32]
 
     def encode(self, text: bytes) -> np.ndarray:
         """Token ids, block by block."""
@@ -172,8 +177,7 @@ def load_tokenizer(ctx: Context, wanted: str) -> Tokenizer:
         raise DataError(
             f"text.tokenizer: {name} does not exist: name a tokenizer's folder, a hub id, or bytes"
         )
-    trusted = wanted == "auto" and bool(getattr(ctx.model_config, "trust_remote_code", False))
-    return _from_transformers(name, path if path.is_dir() else None, trusted)
+    return _from_transformers(name, path if path.is_dir() else None)
 
 
 def _from_file(name: str, path: Path) -> Tokenizer:
@@ -188,14 +192,14 @@ def _from_file(name: str, path: Path) -> Tokenizer:
     return LibraryTokenizer(name, backend, next((end for end in ends if end is not None), None))
 
 
-def _from_transformers(name: str, folder: Path | None, trusted: bool) -> Tokenizer:
+def _from_transformers(name: str, folder: Path | None) -> Tokenizer:
     os.environ.setdefault(
         "TOKENIZERS_PARALLELISM", "false"
     )  # workers are the parallelism; also silences a warning
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(str(folder or name), trust_remote_code=trusted)
+        loaded = AutoTokenizer.from_pretrained(str(folder or name), trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, network errors of several libraries
         if folder is not None:
             raise DataError(
