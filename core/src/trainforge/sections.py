@@ -71,7 +71,8 @@ class TrainSection(Section):
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay")
     decay_exclude: tuple[str, ...] = Field(
         ("norm", "bias", "embedding"),
-        description="kinds of parameters, or name patterns, without weight decay",
+        description="parameters without weight decay: kinds (`matrix`, `embedding`, `norm`, `bias`) and patterns of "
+        "names (`*.A_log`). A tied output layer is an embedding; all else with one dimension counts as norm",
     )
     clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null switches clipping off")
     dtype: Literal["auto", "bf16", "fp32"] = Field(

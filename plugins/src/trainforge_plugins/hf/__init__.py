@@ -35,7 +35,10 @@ class ModelSection(Section):
         None, description="`package.module:function` that returns a torch module or a ModelSpec of yours"
     )
     attn: Attention = Field(
-        "auto", description="how attention is computed; the start report says what `auto` took"
+        "auto",
+        description="how attention is computed. `auto` takes sdpa, or eager where the architecture cannot (the start "
+        "report says which, and why). Rows of several documents need a mask, which keeps sdpa from its fastest "
+        "kernels: `flex` and `flash_attention_*` leave out what a token must not see",
     )
     experts: Experts = Field(
         "auto", description="how the experts of a Mixture-of-Experts model are multiplied"
