@@ -22,6 +22,7 @@ class AdamW(Optimizer):
         self.eps = train.eps
         self.weight_decay = train.weight_decay
         self.exclude = train.decay_exclude
+        self._decays: dict[str, float] = {}  # matching patterns takes longer than launching the kernel
 
     def state(self, spec: ParameterSpec) -> dict[str, StateSpec]:
         """Two moments per element and a count of steps."""
@@ -40,7 +41,10 @@ class AdamW(Optimizer):
         """Update masters and moments in place; with `found_inf` nothing changes, without asking the device."""
         groups: dict[tuple[torch.device, float], list[Slot]] = {}
         for slot in slots:
-            groups.setdefault((slot.master.device, self.decay(slot.spec)), []).append(slot)
+            name = slot.spec.name
+            if name not in self._decays:
+                self._decays[name] = self.decay(slot.spec)
+            groups.setdefault((slot.master.device, self._decays[name]), []).append(slot)
         for (device, decay), group in groups.items():
             self._update_group(group, decay, device, update)
 

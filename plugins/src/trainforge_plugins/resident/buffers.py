@@ -35,6 +35,7 @@ class Buffers:
         working: working copies of trainable parameters, flat.
         gradient: the flat fp32 gradient buffer, with padding between parameters that is always zero.
         slots: what the optimizer updates, in execution order.
+        published: the working copy of every trainable parameter, whole and 1-D, by name.
         parameters: what the module computes with, by name.
     """
 
@@ -57,6 +58,7 @@ class Buffers:
         self.parameters = self._bind()
         self._place_masters(owned)
         self.slots = self._slots(optimizer)
+        self.published = {spec.name: self.layout.span(self.working, spec) for spec in self.trainable}
 
     def _bind(self) -> dict[str, torch.nn.Parameter]:
         """Put views of the working copies into the module."""
@@ -139,10 +141,6 @@ class Buffers:
             return
         for first, working, length in self.runs:
             round_to_bf16(self.masters[first : first + length], self.working[working : working + length])
-
-    def published(self) -> dict[str, Tensor]:
-        """The working copy of every trainable parameter, whole and 1-D."""
-        return {spec.name: self.layout.span(self.working, spec) for spec in self.trainable}
 
     def named_tensors(self) -> list[NamedTensor]:
         """Masters and optimizer state as checkpoints know them; a parameter's single numbers once."""

@@ -114,7 +114,7 @@ class Resident(Memory):
 
     def _refresh(self) -> None:
         self.buffers.round()
-        self._published = self.comm.publish(self.buffers.published())
+        self._published = self.comm.publish(self.buffers.published)
 
     def _use_weights(self) -> None:
         """Wait for the weights that other ranks sent, in stream order on a device."""
