@@ -141,3 +141,19 @@ def test_many_bf16_chunks_add_up_in_fp32():
     labels = torch.zeros(1, 256, dtype=torch.long)
     chunked_cross_entropy(hidden, labels, lambda h: h @ weight.t(), [weight], 1, 1.03).backward()
     assert weight.grad[0, 0].item() == pytest.approx(-128 * 1.03, rel=4e-3)
+
+
+def test_bf16_gradients_of_chunks_are_rounded_once():
+    torch.manual_seed(0)
+    hidden = torch.randn(1, 8, 4).bfloat16()
+    weight = torch.randn(16, 4).bfloat16().requires_grad_()
+    labels = torch.randint(16, (1, 8))
+
+    def gradient(rows: slice, scale: float) -> Tensor:
+        head = lambda h: h @ weight.t()  # noqa: E731
+        chunked_cross_entropy(hidden[:, rows], labels[:, rows], head, [weight], 4, scale).backward()
+        taken, weight.grad = weight.grad, None
+        return taken
+
+    apart = gradient(slice(0, 4), 1.0).float() + gradient(slice(4, 8), 1.0).float()
+    assert torch.equal(gradient(slice(0, 8), 1.03), (apart * 1.03).bfloat16())

@@ -26,7 +26,7 @@ def chunked_cross_entropy(
     The gradient of each chunk's logits is taken while they exist and goes at once through the head, so one chunk
     of logits is the most that is ever held, and nothing is computed twice. (The idea of fusing head and loss so is
     that of Liger Kernel and of Cut Cross-Entropy; here it is plain PyTorch and works with any `head`.) Gradients
-    of the head's parameters are added up in fp32 over the chunks and reach autograd once, in the parameter's dtype.
+    of the head's parameters are added up and scaled in fp32 and reach autograd once, rounded to the parameter's dtype.
 
     Args:
         hidden: `[rows, tokens, width]`.
@@ -80,18 +80,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 else:  # a copy: autograd may have given an expanded tensor, or one tensor twice
                     sums[index] = grad.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             del grads
-        ctx.grads = [torch.cat(hidden_grads)]
+        ctx.grads = [torch.cat(hidden_grads).mul_(scale)]
         for index, parameter in enumerate(parameters):
-            ctx.grads.append(sums.pop(index).to(parameter.dtype) if index in sums else None)
-        ctx.scale = scale
+            ctx.grads.append(sums.pop(index).mul_(scale).to(parameter.dtype) if index in sums else None)
         return total * scale
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("the chunked loss was already taken through backward; its gradients are gone")
-        factor = grad * ctx.scale
-        hidden_grad, *parameter_grads = (held if held is None else held.mul_(factor) for held in ctx.grads)
+        hidden_grad, *parameter_grads = (held if held is None else held.mul_(grad) for held in ctx.grads)
         ctx.grads = None
         return (hidden_grad, None, None, None, None, *parameter_grads)
 
