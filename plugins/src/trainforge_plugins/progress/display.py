@@ -5,18 +5,36 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column
+from rich.text import Text
 
 from trainforge.hookspecs import hookimpl
 from trainforge.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from trainforge.live import Run
     from trainforge.planning import Plan
 
 _SHOWN_SHARE = 0.02
+_BAR_WIDTH = 10
+_SEPARATOR = " · "
+
+
+class FiguresColumn(ProgressColumn):
+    """As many of the task's figures, most important first, as fit beside the bar on one line."""
+
+    def __init__(self, width: Callable[[], int]) -> None:
+        super().__init__(table_column=Column(no_wrap=True))
+        self._width = width
+
+    def render(self, task: Task) -> Text:
+        """Leave out what would push the step number off the line or wrap."""
+        beside = len("step ") + 2 * len(str(task.total)) + len("/ ") + _BAR_WIDTH + 1
+        return Text(fitting(task.fields["figures"], self._width() - beside))
 
 
 class ProgressDisplay:
@@ -38,11 +56,13 @@ class ProgressDisplay:
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
+            BarColumn(bar_width=_BAR_WIDTH),
+            FiguresColumn(lambda: terminal.width),
         )
         self._progress = Progress(*columns, console=terminal, transient=True)
-        self._task = self._progress.add_task("first step ...", total=run.last_step, completed=run.state.step)
+        self._task = self._progress.add_task(
+            "", total=run.last_step, completed=run.state.step, figures=["first step ..."]
+        )
         self._progress.start()
 
     @hookimpl
@@ -54,12 +74,13 @@ class ProgressDisplay:
     @hookimpl
     def forge_metrics_logged(self, run: Run, step: int, metrics: dict[str, float]) -> None:
         """Show the figures."""
-        eta = (time.monotonic() - self._began) / max(step - self._first_step, 1) * (run.last_step - step)
-        text = figures(metrics) + f" · {format_seconds(eta)} to go"
+        left = run.last_step - step
+        eta = (time.monotonic() - self._began) / max(step - self._first_step, 1) * left
+        shown = figures(metrics, format_seconds(eta) if left else None)
         if self._progress is None:
-            run.console.note(f"step {step}/{run.last_step} · {text}")
+            run.console.note(_SEPARATOR.join([f"step {step}/{run.last_step}", *shown]))
         else:
-            self._progress.update(self._task, completed=step, description=text)
+            self._progress.update(self._task, completed=step, figures=shown)
 
     @hookimpl
     def forge_checkpoint_saved(self, run: Run, step: int, path: Path) -> None:
@@ -74,18 +95,32 @@ class ProgressDisplay:
             self._progress = None
 
 
-def figures(metrics: dict[str, float]) -> str:
-    """One line of figures: loss, real tokens per second, utilisation, memory, where the step time went."""
+def figures(metrics: dict[str, float], to_go: str | None = None) -> list[str]:
+    """The figures of a log entry, most important first: losses, speed, time to go, utilisation, times, memory."""
     parts = [f"loss {metrics['loss']:.4f}" if "loss" in metrics else "loss n/a"]
-    parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
-    if "mfu" in metrics:
-        parts.append(f"MFU {metrics['mfu']:.1%}")
-    memory = metrics.get("device_peak_bytes", metrics["host_peak_bytes"])
-    parts.append(format_bytes(memory))
-    parts.append(f"{metrics['step_ms']:.0f} ms: {shares(metrics)}")
     if metrics["skipped_steps"]:
         parts.append(f"{metrics['skipped_steps']:.0f} skipped")
-    return " · ".join(parts)
+    parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
+    if to_go is not None:
+        parts.append(f"{to_go} to go")
+    if "eval_loss" in metrics:
+        parts.append(f"validation {metrics['eval_loss']:.4f}")
+    if "mfu" in metrics:
+        parts.append(f"MFU {metrics['mfu']:.1%}")
+    parts.append(f"{metrics['step_ms']:.0f} ms: {shares(metrics)}")
+    parts.append(format_bytes(metrics.get("device_peak_bytes", metrics["host_peak_bytes"])))
+    return parts
+
+
+def fitting(parts: Sequence[str], width: int) -> str:
+    """The longest beginning of `parts` that fits into `width` characters; the first one in any case."""
+    text = parts[0]
+    for part in parts[1:]:
+        longer = f"{text}{_SEPARATOR}{part}"
+        if len(longer) > width:
+            break
+        text = longer
+    return text
 
 
 def shares(metrics: dict[str, float]) -> str:
