@@ -39,13 +39,16 @@ def shown_at(width: int) -> str:
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
 def test_the_bar_is_one_line_with_step_and_loss(width):
     lines = shown_at(width).splitlines()
-    assert len(lines) == 1 and len(lines[0]) <= width
+    assert len(lines) == 1
+    assert len(lines[0]) <= width
     assert lines[0].startswith("step 220/600 ")
-    assert "loss 1.9506" in lines[0] and "…" not in lines[0]
+    assert "loss 1.9506" in lines[0]
+    assert "…" not in lines[0]
 
 
 def test_a_wide_terminal_shows_more():
-    assert "to go" in shown_at(80) and "1.0 GiB" not in shown_at(80)
+    assert "to go" in shown_at(80)
+    assert "1.0 GiB" not in shown_at(80)
     assert "validation 1.9658" in shown_at(120)
     assert "compute 95% optimizer 5% · 1.0 GiB" in shown_at(200)
 
