@@ -65,7 +65,7 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
             state.eval_loss = evaluate(run)
             run.ledger.lap("evaluate")
         log = step % run.train.log_every == 0 or last
-        if log:
+        if log or totals.save:
             figures.read()  # before saving, so that the checkpoint has the losses and counts of this step
         if totals.save or last:
             save(run)

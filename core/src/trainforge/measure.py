@@ -25,9 +25,10 @@ class StepFigures:
         self._norms: list[Tensor] = []
         self._found_inf: list[Tensor] = []
         self._supervised: list[int] = []
-        self._metrics: dict[str, float] = {}
         self._lr = 0.0
-        self._streak = 0
+        self._norm: float | None = None
+        self._loss_sum, self._loss_tokens = 0.0, 0  # of the finite steps read since the last `tell`
+        self._streak = self._longest_streak = 0
         self._tokens_before = run.state.tokens
         self._since = time.perf_counter()
 
@@ -51,15 +52,16 @@ class StepFigures:
         state = self._run.state
         losses = self._run.stages.comm.sum_ranks(torch.stack(self._losses).double()).tolist()
         skipped: list[float] = torch.stack(self._found_inf).tolist()
-        self._metrics["grad_norm"] = float(self._norms[-1])
-        total = weight = 0.0
+        self._norm = float(self._norms[-1])
         for loss, found_inf, supervised in zip(losses, skipped, self._supervised, strict=True):
             self._streak = self._streak + 1 if found_inf else 0
+            self._longest_streak = max(self._longest_streak, self._streak)
             state.skipped_steps += int(found_inf)
             if not found_inf:
-                total, weight = total + loss * supervised, weight + supervised
-        if weight:
-            state.loss_last = self._metrics["loss"] = total / weight
+                self._loss_sum += loss * supervised
+                self._loss_tokens += supervised
+        if self._loss_tokens:
+            state.loss_last = self._loss_sum / self._loss_tokens
             state.loss_first = state.loss_last if state.loss_first is None else state.loss_first
         for kept in (self._losses, self._norms, self._found_inf, self._supervised):
             kept.clear()
@@ -71,7 +73,7 @@ class StepFigures:
             TrainForgeError: too many steps in a row were not finite.
         """
         run, state = self._run, self._run.state
-        metrics, self._metrics = self._metrics, {}
+        metrics = self._losses_since_last_told()
         per_step_ms, step_ms = run.ledger.read()
         tokens, seconds = state.tokens - self._tokens_before, time.perf_counter() - self._since
         self._tokens_before, self._since = state.tokens, self._since + seconds
@@ -90,12 +92,20 @@ class StepFigures:
         for stage, built in run.stages.named():
             metrics |= {f"{stage}/{name}": value for name, value in built.metrics().items()}
         run.events.metrics_logged(run, step, metrics)
-        if self._streak >= run.train.max_skipped:
+        if self._longest_streak >= run.train.max_skipped:
             raise TrainForgeError(
-                f"the gradients of {self._streak} steps in a row (up to step {step}) were not finite, so none of them "
-                f"changed a weight. Lower train.lr (now {run.train.lr:g}), look at the rows of these steps, or raise "
+                f"the gradients of {self._longest_streak} steps in a row (before or at step {step}) were not finite, "
+                f"so none of them changed a weight. Lower train.lr (now {run.train.lr:g}), look at the rows of these steps, or raise "
                 "train.max_skipped; the checkpoints written so far are intact."
             )
+
+    def _losses_since_last_told(self) -> dict[str, float]:
+        """Mean loss per supervised token (absent when no step was finite) and the last gradient norm."""
+        metrics = {} if self._norm is None else {"grad_norm": self._norm}
+        if self._loss_tokens:
+            metrics["loss"] = self._loss_sum / self._loss_tokens
+        self._norm, self._loss_sum, self._loss_tokens = None, 0.0, 0
+        return metrics
 
     def _utilisation(self, tokens_per_s: float) -> dict[str, float]:
         """Model TFLOP/s of one rank (6·N·T and causal attention, no recomputation), and their share of the peak."""
