@@ -95,8 +95,8 @@ class StepFigures:
         if self._longest_streak >= run.train.max_skipped:
             raise TrainForgeError(
                 f"the gradients of {self._longest_streak} steps in a row (before or at step {step}) were not finite, "
-                f"so none of them changed a weight. Lower train.lr (now {run.train.lr:g}), look at the rows of these steps, or raise "
-                "train.max_skipped; the checkpoints written so far are intact."
+                f"so none of them changed a weight. Lower train.lr (now {run.train.lr:g}), look at the rows of these "
+                "steps, or raise train.max_skipped; the checkpoints written so far are intact."
             )
 
     def _losses_since_last_told(self) -> dict[str, float]:
