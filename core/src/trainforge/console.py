@@ -24,6 +24,9 @@ from trainforge.context import Task
 from trainforge.units import format_bytes, format_seconds
 
 _PLAIN_EVERY_S = 5.0
+_CONTROL = {
+    code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"
+}
 
 
 class TerminalConsole:
@@ -34,7 +37,9 @@ class TerminalConsole:
     """
 
     def __init__(self, *, silent: bool = False) -> None:
-        self.terminal = RichConsole(highlight=False, soft_wrap=True, quiet=silent)
+        self.terminal = RichConsole(highlight=False, quiet=silent)
+        # A terminal gets lines broken between words; a file or a pipe gets them whole.
+        self.terminal.soft_wrap = not self.terminal.is_terminal
         self._silent = silent
         self._warned: set[str] = set()
         self._log: Path | None = None
@@ -48,12 +53,14 @@ class TerminalConsole:
         self._early.clear()
 
     def note(self, text: str) -> None:
-        """Show a line."""
+        """Show a line. Characters that would steer the terminal, as sampled text may hold, are replaced."""
+        text = printable(text)
         self.terminal.print(text, markup=False)
         self._keep(text)
 
     def warn(self, text: str) -> None:
         """Show a warning; the same text is shown once."""
+        text = printable(text)
         if text in self._warned:
             return
         self._warned.add(text)
@@ -89,6 +96,11 @@ class TerminalConsole:
             return
         with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+
+def printable(text: str) -> str:
+    """The text without control characters (escape sequences, ...) and broken surrogates (odd file names)."""
+    return text.translate(_CONTROL).encode("utf-8", "replace").decode("utf-8")
 
 
 class _BarTask:
