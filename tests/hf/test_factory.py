@@ -62,6 +62,11 @@ _MODULE = """
         net.init_weights = lambda module: [p.fill_(2.0) for p in module.parameters(recurse=False) if not p.is_meta]
         return net
 
+    def misnamed(ctx):
+        net = Net()
+        net.blocks = "blockz"
+        return net
+
     def nothing(ctx):
         return 3
 
@@ -119,6 +124,7 @@ def test_own_initialisation(make):
         ("nothing", "returned int"),
         ("incomplete", "needs hidden and head and vocab_size"),
         ("broken", "RuntimeError: no luck"),
+        ("misnamed", "names 'blockz', and there is no such module"),
         ("absent", "has no function absent"),
     ],
 )

@@ -67,7 +67,9 @@ class FactoryModel(ModelSpec):
         self.max_positions = None if limit is None else int(limit)
         self.blocks = _blocks(module)
         heads = tuple(getattr(module, "head_modules", ("head", "lm_head")))
-        self.parameters = structure.describe_parameters(module, self.blocks, heads, _experts(module))
+        self.parameters = structure.describe_parameters(
+            module, self.blocks, heads, structure.expert_count(module)
+        )
         self.head_parameters = tuple(
             spec.name
             for spec in self.parameters
@@ -118,11 +120,12 @@ def _imported(name: str) -> Any:
 def _blocks(module: nn.Module) -> tuple[str, ...]:
     named = getattr(module, "blocks", None)
     if isinstance(named, str):
-        blocks = module.get_submodule(named)
+        try:
+            blocks = module.get_submodule(named)
+        except AttributeError:
+            raise ConfigError(
+                f"model.factory: `blocks` of {type(module).__name__} names {named!r}, and there is no such module in it"
+            ) from None
         return tuple(f"{named}.{name}" for name, _ in blocks.named_children())
     lists = [part for _, part in module.named_modules() if isinstance(part, nn.ModuleList)]
     return structure.find_blocks(module, max((len(part) for part in lists), default=0))
-
-
-def _experts(module: nn.Module) -> int | None:
-    return structure.expert_count(module)
