@@ -18,7 +18,7 @@ from tests.dcp.toys import Toy, checkpoint, names, whole
 
 from trainforge.errors import CheckpointError
 from trainforge.stages import is_checkpoint_name
-from trainforge_plugins.dcp import saving, storage
+from trainforge_plugins.dcp import folders, saving, storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROOT = Path(__file__).parents[2]
@@ -140,6 +140,24 @@ def test_a_full_disk_is_said_with_numbers_and_leaves_the_older_checkpoints(tmp_p
     stage.save(3, {"p": whole(w=torch.ones(300_000))})
     stage.wait()
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "says"),
+    [
+        (folders, "prune", "older checkpoint .* cannot be deleted"),
+        (saving.Save, "run", "cannot be written .*Input/output error"),
+    ],
+)
+def test_what_the_disk_refused_is_said(tmp_path, monkeypatch, owner, function, says):
+    def refuse(*args):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(owner, function, refuse)
+    stage = checkpoint(tmp_path)
+    stage.save(1, {"p": whole(w=torch.zeros(4))})
+    with pytest.raises(CheckpointError, match=says):
+        stage.wait()
 
 
 def test_a_failure_in_the_background_is_raised_by_the_next_save_or_committed(tmp_path, monkeypatch):

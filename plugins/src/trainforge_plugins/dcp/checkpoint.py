@@ -217,17 +217,23 @@ class DcpCheckpoint(Checkpoint):
             self._sound.add(info.path.resolve())
             self._committed.append(info)
             if self._rank == 0:
-                folders.prune(self._folder, self._keep, info.path, self._plugin, self._is_sound)
+                self._prune(info.path)
         except OSError as error:
-            self._error = CheckpointError(
-                f"an older checkpoint in {self._folder} cannot be deleted ({error.strerror}): see its permissions, or "
-                "raise train.keep"
-            )
+            self._error = folders.disk_error(error, self._folder, 0)
         except Exception as error:
             self._error = error
         finally:
             if lock >= 0:
                 os.close(lock)
+
+    def _prune(self, latest: Path) -> None:
+        try:
+            folders.prune(self._folder, self._keep, latest, self._plugin, self._is_sound)
+        except OSError as error:
+            raise CheckpointError(
+                f"an older checkpoint in {self._folder} cannot be deleted ({error.strerror}): see its permissions, or "
+                "raise train.keep"
+            ) from error
 
     def _is_sound(self, path: Path) -> bool:
         """Whether a checkpoint may count as kept. Those of an earlier process are verified once."""
