@@ -1,9 +1,11 @@
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from trainforge.errors import IncompatibleError, UserError
+from trainforge.errors import ConfigError, IncompatibleError, UserError
 from trainforge.runfolder import RunFolder, flatten
 
 RECIPE = {
@@ -94,3 +96,51 @@ def test_an_unwritable_folder_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         RunFolder(tmp_path / "file" / "run").open(fresh=False)
+
+
+def test_numbers_that_json_cannot_hold_become_null(tmp_path):
+    opened = folder(tmp_path)
+    opened.write_json("summary.json", {"loss": float("nan"), "all": [1.5, float("inf")], "path": tmp_path})
+    assert json.loads((tmp_path / "run/summary.json").read_text()) == {
+        "loss": None,
+        "all": [1.5, None],
+        "path": str(tmp_path),
+    }
+
+
+def test_a_recipe_that_no_run_wrote_is_never_replaced(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("mine")
+    with pytest.raises(UserError, match="no run wrote"):
+        RunFolder(tmp_path).open(fresh=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_fresh_moves_checkpoints_without_a_recipe_aside_too(tmp_path):
+    (tmp_path / "run/checkpoints/step-00000004").mkdir(parents=True)
+    moved = RunFolder(tmp_path / "run").open(fresh=True)
+    assert moved is not None
+    assert not any((tmp_path / "run/checkpoints").iterdir())
+
+
+def test_fresh_does_not_move_the_folder_that_a_person_is_in(tmp_path, monkeypatch):
+    folder(tmp_path).close()
+    monkeypatch.chdir(tmp_path / "run")
+    with pytest.raises(UserError, match="where you are"):
+        RunFolder(Path()).open(fresh=True)
+
+
+def test_a_key_that_is_not_compared_cannot_be_allowed_to_change(tmp_path):
+    opened = folder(tmp_path)
+    for key in ("data", "text.path", "train.lrr"):
+        with pytest.raises(ConfigError, match=f"--allow-change {key}: no key"):
+            opened.check_resumable(RECIPE, (key,))
+    opened.check_resumable(changed(train={"lr": 0.2}), ("train.l*",))
+
+
+def test_only_a_run_with_a_checkpoint_can_be_resumed(tmp_path):
+    opened = folder(tmp_path)
+    assert opened.resumable_recipe() is None
+    (opened.checkpoints / "abandoned-step-00000002").mkdir()
+    assert opened.resumable_recipe() is None
+    (opened.checkpoints / "step-00000002").mkdir()
+    assert opened.resumable_recipe() == RECIPE

@@ -10,7 +10,6 @@ import pytest
 from trainforge.checkpoints import (
     checkpoints_folder,
     list_checkpoints,
-    read_writer,
     remove_checkpoint,
     verify_checkpoint,
 )
@@ -37,7 +36,7 @@ def test_committed_checkpoints_come_in_order(tmp_path: Path):
     assert found[0].writer == "saver"
     assert found[0].saved_at == 1003.0
     assert found[0].bytes == 100 + (found[0].path / "checkpoint.json").stat().st_size
-    assert read_writer(found[0].path) == "saver"
+    assert found[0].writer == "saver"
 
 
 def test_nothing_there_is_an_empty_list(tmp_path: Path):

@@ -121,3 +121,19 @@ def wait_until(condition, process, seconds=120):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("launcher", ["forge", "torchrun"])
+def test_what_only_rank_0_notices_ends_all_ranks_quickly(tmp_path, launcher):
+    recipe = two_rank_recipe(tmp_path)
+    (tmp_path / "file").write_text("")
+    arguments = command(recipe, tmp_path / "file/run")
+    if launcher == "torchrun":
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        arguments = [*start, *arguments[1 : arguments.index("--nproc")]]
+    began = time.monotonic()
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert time.monotonic() - began < 25
+    assert result.returncode == (2 if launcher == "forge" else 1)
+    assert result.stderr.count("cannot be written") == 1
+    assert launcher == "torchrun" or "Traceback" not in result.stderr

@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainforge.errors import ProviderError, RanksError, TrainForgeError
+from trainforge.blame import STARTING, blaming
+from trainforge.errors import RanksError
 from trainforge.events import Events
 from trainforge.hooks import check_hooks
 from trainforge.ledger import Ledger
@@ -30,21 +31,21 @@ if TYPE_CHECKING:
 def start(
     plan: Plan, options: RunOptions, ctx: Context, folder: RunFolder, closing: contextlib.ExitStack
 ) -> Run:
-    """Build every stage, check that the ranks agree, and resume from a checkpoint when there is one.
+    """Check that the ranks agree, build the other stages, and resume from a checkpoint when there is one.
 
     Args:
+        ctx: with comm built already. From then on a rank that fails ends the others, which find it gone.
         closing: closes the stages, in reverse, when it is closed.
     """
     recipe = effective_recipe(plan, ctx)
     observers = _observers(plan, ctx) if ctx.rank == 0 else []
-    build_stages(plan, ctx, BUILD_ORDER[:1], closing)
     _check_agreement(plan, ctx)
-    resume_step, resume_path = find_checkpoint(ctx, folder, options)
-    if resume_path is not None and ctx.rank == 0:
+    found = find_checkpoint(ctx, folder, options)
+    if found is not None and ctx.rank == 0:
         folder.check_resumable(recipe, options.allow_change)
-    build_stages(plan, ctx, BUILD_ORDER[1:3], closing)
+    build_stages(plan, ctx, ("model", "data"), closing)
     check_wishes(ctx)
-    build_stages(plan, ctx, BUILD_ORDER[3:], closing)
+    build_stages(plan, ctx, ("optimizer", "memory", "checkpoint"), closing)
     stages = Stages(**{name: ctx.built[name] for name in BUILD_ORDER})
     steps = _total_steps(ctx)
     run = Run(
@@ -59,9 +60,10 @@ def start(
         sink=stages.comm.watch(stages.memory.gradients),
         ledger=Ledger(ctx.device),
     )
-    if resume_path is not None:
-        resume(run, resume_step, resume_path)
-    run.last_step = min(steps, run.state.step + options.max_steps) if options.max_steps else steps
+    if found is not None:
+        resume(run, found)
+    if options.max_steps is not None:
+        run.last_step = min(steps, run.state.step + options.max_steps)
     if ctx.rank == 0:
         folder.write_recipe(recipe)
         folder.write_json("plan.json", plan.as_dict())
@@ -73,7 +75,7 @@ def _observers(plan: Plan, ctx: Context) -> list[tuple[str, object]]:
     """The built observers, then the plugins that implement events themselves. Their hooks are checked first of all."""
     built: list[tuple[str, object]] = []
     for chosen in plan.observers:
-        observer = _build(chosen, ctx, "observer")
+        observer = _build(chosen, ctx)
         check_hooks(observer, chosen.source)
         built.append((chosen.plugin, observer))
     return [*built, *plan.listeners]
@@ -89,7 +91,7 @@ def build_stages(
     for name in names:
         chosen = plan.chosen[name]
         seed_everything(derive_seed(ctx.run.seed, "build", name))
-        ctx.built[name] = _build(chosen, ctx, name)
+        ctx.built[name] = _build(chosen, ctx)
         closing.callback(_close, ctx.built[name], chosen.plugin, ctx.console)
 
 
@@ -105,14 +107,9 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainforge"
 
 
-def _build(chosen: Chosen, ctx: Context, stage: str) -> Any:
-    ctx.plugin = chosen.plugin
-    try:
+def _build(chosen: Chosen, ctx: Context) -> Any:
+    with blaming(ctx, chosen.plugin, chosen.stage, STARTING):
         return chosen.provider.build(ctx, chosen.config)
-    except TrainForgeError:
-        raise
-    except Exception as error:
-        raise ProviderError(chosen.plugin, stage, "starting", error) from error
 
 
 def _close(stage: Stage, plugin: str, console: Console) -> None:
@@ -140,4 +137,5 @@ def _total_steps(ctx: Context) -> int:
     if ctx.train.steps is not None:
         return ctx.train.steps
     assert ctx.train.epochs is not None, "TrainSection demands one of steps and epochs"
-    return max(1, math.ceil(ctx.train.epochs * ctx.data.steps_per_epoch))
+    # rounded first: 1.1 x 10 is 11.000000000000002
+    return max(1, math.ceil(round(ctx.train.epochs * ctx.data.steps_per_epoch, 6)))

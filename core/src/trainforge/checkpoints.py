@@ -7,10 +7,13 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainforge.blame import STARTING, blaming
+from trainforge.discovery import load_provider
 from trainforge.errors import CheckpointError, UserError
 from trainforge.stages import CheckpointInfo, is_checkpoint_name
 
 if TYPE_CHECKING:
+    from trainforge.context import Context
     from trainforge.stages import Checkpoint
 
 
@@ -36,15 +39,6 @@ def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
         return []
     found = [(step, path) for path in folder.iterdir() if (step := is_checkpoint_name(path.name)) is not None]
     return [_info(step, path) for step, path in sorted(found) if path.is_dir()]
-
-
-def read_writer(path: Path) -> str:
-    """The name of the plugin that wrote the checkpoint at `path`.
-
-    Raises:
-        CheckpointError: it has no readable checkpoint.json.
-    """
-    return str(_about(path)["writer"])
 
 
 def verify_checkpoint(info: CheckpointInfo) -> list[str]:
@@ -94,16 +88,14 @@ def _info(step: int, path: Path) -> CheckpointInfo:
 
 
 def _reader(info: CheckpointInfo) -> Checkpoint:
-    """The checkpoint stage that wrote it, built for one process. Its configuration plays no part in reading."""
+    """The checkpoint stage that wrote it, built for one process."""
     import torch
 
     from trainforge.context import Batching, Context, SilentConsole
-    from trainforge.discovery import load_provider
     from trainforge.sections import RunSection, TrainSection
     from trainforge.stages import Comm
 
     run_dir = info.path.parent.parent
-    provider = load_provider(writer_reference(run_dir, info.writer), "checkpoint")
     ctx = Context(
         run=RunSection(),
         train=TrainSection(steps=1),
@@ -117,10 +109,22 @@ def _reader(info: CheckpointInfo) -> Checkpoint:
         run_dir=run_dir,
         cache_dir=run_dir,
         console=SilentConsole(),
-        plugin=info.writer,
         built={"comm": Comm()},
     )
-    reader: Checkpoint = provider.build(ctx, provider.config())
+    return build_reader(info.writer, writer_reference(run_dir, info.writer), ctx)
+
+
+def build_reader(writer: str, reference: str, ctx: Context) -> Checkpoint:
+    """The checkpoint stage of another plugin than the chosen one, to read what it wrote.
+
+    Its configuration is the default one: it plays no part in reading.
+
+    Raises:
+        SelectionError: the plugin is not installed.
+    """
+    provider = load_provider(reference, "checkpoint")
+    with blaming(ctx, writer, "checkpoint", STARTING):
+        reader: Checkpoint = provider.build(ctx, provider.config())
     return reader
 
 

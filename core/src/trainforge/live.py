@@ -52,13 +52,15 @@ class Run:
         events: tells observers.
         steps: steps of the whole run; the schedule is laid over them.
         last_step: the step after which this start ends (differs from `steps` under `--max-steps`).
+        sink: what memory calls when a gradient is final.
         state: step, token counts and losses so far; part of every checkpoint.
         ledger: where the time went.
         doing: (stage, what it is doing), for the message when it fails.
         resumed_from: step of the checkpoint that this start went on from, or None.
         save_blocked_ms: how long each save kept training waiting.
         row_tokens: the longest padded row so far, in tokens.
-        tokens_measured, seconds_measured: real tokens and wall time of the logged intervals of this start.
+        tokens_measured, seconds_measured: real tokens and wall time of the logged intervals of this start, saves,
+            evaluation and the start-up of the first step included.
         began: `time.perf_counter` at the start.
     """
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainforge.cadence import CadenceClock
+from trainforge.evaluation import evaluate
 from trainforge.measure import StepFigures
 from trainforge.schedule import learning_rate
-from trainforge.seeding import derive_seed, micro_batch_seed, preserved, seed_everything
+from trainforge.seeding import derive_seed, micro_batch_seed, seed_everything
 from trainforge.stages import Update
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -39,7 +40,6 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
     """
     state, save_clock = run.state, CadenceClock(run.train.save_every)
     figures = StepFigures(run)
-    saved_step = state.step
     stopped = False
     run.ledger.restart()
     while state.step < run.last_step and not stopped:
@@ -61,7 +61,7 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
         state.supervised += totals.supervised
         last = stopped or step == run.last_step
 
-        if (run.train.eval_every and step % run.train.eval_every == 0) or step == run.steps:
+        if _evaluation_due(run, step, stopped):
             state.eval_loss = evaluate(run)
             run.ledger.lap("evaluate")
         log = step % run.train.log_every == 0 or last
@@ -70,7 +70,6 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
         if totals.save or last:
             save(run)
             save_clock.done()
-            saved_step = step
             run.ledger.lap("checkpoint")
         _tell_committed(run)
         run.events.step_ended(run, step)
@@ -78,13 +77,19 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
         run.ledger.end_step()
         if log:
             figures.tell(step)
-    assert saved_step == state.step, "the last step is always saved"
+            run.ledger.lap("other")  # of the next step
     run.doing = ("checkpoint", "committing the last checkpoint")
     run.stages.checkpoint.wait()
     _tell_committed(run)
     if state.step >= run.steps:
         return "finished"
     return "stopped" if stopped else "max_steps"
+
+
+def _evaluation_due(run: Run, step: int, stopped: bool) -> bool:
+    """Every `eval_every` steps and at the end; who asks a run to stop waits for saving only."""
+    every = run.train.eval_every
+    return step == run.steps or (every is not None and step % every == 0 and not stopped)
 
 
 def _agree(run: Run, batches: Sequence[Batch], *, stop: bool, save: bool) -> Totals:
@@ -138,27 +143,6 @@ def _clipping(norm: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     return scale.where(finite, 1.0).float(), finite.logical_not().float()
 
 
-def evaluate(run: Run) -> float | None:
-    """Mean cross-entropy over the validation split, or None when there is none. Leaves no trace in the run."""
-    run.doing = ("memory", f"evaluating after step {run.state.step}")
-    run.stages.memory.drain()
-    supervised = 0
-
-    def counted() -> Iterator[Batch]:
-        nonlocal supervised
-        for batch in run.stages.data.validation():
-            supervised += batch.supervised
-            yield batch
-
-    batches: Iterable[Batch] = counted()
-    with preserved(run.ctx.device):
-        seed_everything(derive_seed(run.seed, "validation", run.ctx.rank))
-        losses = run.stages.memory.evaluate(batches)
-    total = run.stages.comm.sum_ranks(losses.double().sum())
-    (tokens,) = run.stages.comm.control([supervised])
-    return float(total) / tokens if tokens else None
-
-
 def save(run: Run) -> None:
     """Save a checkpoint of the step just done; returns once its state is snapshotted."""
     run.doing = ("checkpoint", f"saving step {run.state.step}")
@@ -169,5 +153,6 @@ def save(run: Run) -> None:
 
 
 def _tell_committed(run: Run) -> None:
+    run.doing = ("checkpoint", "committing a checkpoint")
     for info in run.stages.checkpoint.committed():
         run.events.checkpoint_saved(run, info.step, info.path)

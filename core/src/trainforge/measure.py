@@ -50,6 +50,10 @@ class StepFigures:
         if not self._losses:
             return
         state = self._run.state
+        self._run.doing = (
+            "memory",
+            f"computing the steps up to {state.step}",
+        )  # a device tells its errors only now
         losses = self._run.stages.comm.sum_ranks(torch.stack(self._losses).double()).tolist()
         skipped: list[float] = torch.stack(self._found_inf).tolist()
         self._norm = float(self._norms[-1])
@@ -68,6 +72,8 @@ class StepFigures:
 
     def tell(self, step: int) -> None:
         """Tell observers what was read, with speed, memory and the time ledger.
+
+        `tokens_per_s` is over wall time from log to log: saves, evaluation and the start-up of the first step count.
 
         Raises:
             TrainForgeError: too many steps in a row were not finite.
@@ -90,6 +96,7 @@ class StepFigures:
         if run.ctx.device.type != "cpu":
             metrics["device_peak_bytes"] = float(peak_device_bytes(run.ctx.device))
         for stage, built in run.stages.named():
+            run.doing = (stage, "giving its metrics")
             metrics |= {f"{stage}/{name}": value for name, value in built.metrics().items()}
         run.events.metrics_logged(run, step, metrics)
         if self._longest_streak >= run.train.max_skipped:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainforge.checkpoints import list_checkpoints, read_writer, writer_reference
-from trainforge.discovery import load_provider
+from trainforge.blame import blaming
+from trainforge.checkpoints import build_reader, list_checkpoints, writer_reference
 from trainforge.errors import CheckpointError, ConfigError
 from trainforge.units import format_seconds
 
@@ -16,24 +19,48 @@ if TYPE_CHECKING:
     from trainforge.live import Run
     from trainforge.options import RunOptions
     from trainforge.runfolder import RunFolder
-    from trainforge.stages import Checkpoint, CheckpointInfo
+    from trainforge.stages import Checkpoint
 
 
-def find_checkpoint(ctx: Context, folder: RunFolder, options: RunOptions) -> tuple[int, Path | None]:
-    """The checkpoint to resume from: rank 0 looks, the others follow."""
-    found: CheckpointInfo | None = None
-    if ctx.rank == 0:
-        existing = list_checkpoints(folder.checkpoints)
-        found = existing[-1] if existing else None
-        if options.resume is not None:
-            found = next((info for info in existing if info.step == options.resume), None)
-            if found is None:
-                kept = ", ".join(str(info.step) for info in existing) or "none"
-                raise ConfigError(
-                    f"--resume {options.resume}: no checkpoint of that step in {folder.path}; kept: {kept}"
-                )
-    step, path = ctx.comm.gather([found.step, str(found.path)] if found else [0, None])[0]
-    return step, Path(path) if path else None
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to resume from, the same on every rank.
+
+    Attributes:
+        path: its folder.
+        writer: the plugin that wrote it.
+        reference: what that plugin is loaded by: its name, or its file.
+    """
+
+    step: int
+    path: str
+    writer: str
+    reference: str
+
+
+def find_checkpoint(ctx: Context, folder: RunFolder, options: RunOptions) -> Found | None:
+    """The checkpoint to resume from, or None: rank 0 looks, the others follow.
+
+    Raises:
+        ConfigError: there is none of the step that was asked for.
+    """
+    found = _look(folder, options) if ctx.rank == 0 else None
+    facts = ctx.comm.gather(None if found is None else asdict(found))[0]
+    return None if facts is None else Found(**facts)
+
+
+def _look(folder: RunFolder, options: RunOptions) -> Found | None:
+    existing = list_checkpoints(folder.checkpoints)
+    wanted = [info for info in existing if options.resume in (None, info.step)]
+    if options.resume is not None and not wanted:
+        kept = ", ".join(str(info.step) for info in existing) or "none"
+        raise ConfigError(
+            f"--resume {options.resume}: no checkpoint of that step in {folder.path}; kept: {kept}"
+        )
+    if not wanted:
+        return None
+    info = wanted[-1]
+    return Found(info.step, str(info.path), info.writer, writer_reference(folder.path, info.writer))
 
 
 def set_later_aside(folder: RunFolder, step: int) -> list[Path]:
@@ -51,32 +78,48 @@ def set_later_aside(folder: RunFolder, step: int) -> list[Path]:
     return moved
 
 
-def resume(run: Run, step: int, path: Path) -> None:
-    """Fill every part from the checkpoint, read by the plugin that wrote it."""
-    reader = reader_of(run, path)
+def resume(run: Run, found: Found) -> None:
+    """Fill every part from the checkpoint, read by the plugin that wrote it.
+
+    Raises:
+        CheckpointError: it cannot be read; says the way out.
+    """
     began = time.perf_counter()
-    try:
-        reader.restore(run.parts, path)
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint {path} cannot be read: {error}") from error
-    assert run.state.step == step, "a checkpoint's folder name says its step"
-    run.resumed_from = step
+    with _reader(run, found) as reader, blaming(run.ctx, found.writer, "checkpoint", f"reading {found.path}"):
+        try:
+            reader.restore(run.parts, Path(found.path))
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint {found.path} cannot be read: {error}{_way_out(run, found.step)}"
+            ) from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{_way_out(run, found.step)}") from error
+    assert run.state.step == found.step, "a checkpoint's folder name says its step"
+    run.resumed_from = found.step
     if run.options.resume is not None and run.ctx.rank == 0:
-        for path_aside in set_later_aside(run.folder, step):
+        for path_aside in set_later_aside(run.folder, found.step):
             run.console.note(
-                f"--resume {step}: a later checkpoint was set aside as {path_aside}; delete it when you like"
+                f"--resume {found.step}: a later checkpoint was set aside as {path_aside}; delete it when you like"
             )
-    run.console.note(
-        f"resumed from step {step} of {run.steps} in {format_seconds(time.perf_counter() - began)}: {path}"
-    )
+    took = format_seconds(time.perf_counter() - began)
+    run.console.note(f"resumed from step {found.step} of {run.steps} in {took}: {found.path}")
 
 
-def reader_of(run: Run, path: Path) -> Checkpoint:
-    """The checkpoint stage that can read `path`: the chosen one, or one built from the plugin that wrote it."""
-    writer = read_writer(path)
-    if writer == run.plan.chosen["checkpoint"].plugin:
-        return run.stages.checkpoint
-    provider = load_provider(writer_reference(run.path, writer), "checkpoint")
-    run.ctx.plugin = writer
-    reader: Checkpoint = provider.build(run.ctx, provider.config())
-    return reader
+def _way_out(run: Run, step: int) -> str:
+    """What a person can do when the checkpoint of `step` cannot be used."""
+    earlier = [info.step for info in list_checkpoints(run.folder.checkpoints) if info.step < step]
+    back = f"go back to an earlier checkpoint with --resume {earlier[-1]}, or " if earlier else ""
+    return f". Nothing was changed: {back}start over with --fresh"
+
+
+@contextlib.contextmanager
+def _reader(run: Run, found: Found) -> Iterator[Checkpoint]:
+    """The checkpoint stage that can read it: the chosen one, or one built from the plugin that wrote it."""
+    if found.writer == run.plan.chosen["checkpoint"].plugin:
+        yield run.stages.checkpoint
+        return
+    reader = build_reader(found.writer, found.reference, run.ctx)
+    try:
+        yield reader
+    finally:
+        reader.close()

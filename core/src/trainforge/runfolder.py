@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import fnmatch
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from trainforge.errors import IncompatibleError, UserError
+from trainforge.errors import ConfigError, IncompatibleError, TrainForgeError, UserError
 from trainforge.recipe_file import dump_recipe, read_recipe
+from trainforge.stages import is_checkpoint_name
 
 FIXED = (
     "model.*",
@@ -55,11 +58,12 @@ class RunFolder:
             Where the earlier run's folder was moved to, or None.
 
         Raises:
-            UserError: it cannot be written, or another run holds it.
+            UserError: it cannot be written, another run holds it, or a recipe.yaml that is no run's lies in it.
         """
         try:
+            self._refuse_a_recipe_of_somebody()
             self._take()
-            moved = self._move_aside() if fresh and (self.path / "recipe.yaml").exists() else None
+            moved = self._move_aside() if fresh and self._holds_a_run() else None
             self.checkpoints.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
@@ -72,12 +76,20 @@ class RunFolder:
 
         Raises:
             IncompatibleError: a fixed key differs; both values are in the message.
+            ConfigError: a key of `allowed` is none that this comparison knows.
         """
         saved = self.saved_recipe()
         if saved is None:
             return
         old, new = flatten(saved), flatten(recipe)
         allowed = tuple(allowed)
+        for pattern in allowed:
+            if not any(_matches(key, (pattern,)) for key in old.keys() | new.keys() if _is_of_core(key)):
+                raise ConfigError(
+                    f"--allow-change {pattern}: no key of run, model or train matches it. Those that a resumed run "
+                    f"holds fixed are {', '.join(FIXED)}; data is compared by the data plugin, and other data is "
+                    "another run (--run-dir or --fresh)"
+                )
         changed = [
             f"  {key}: {_shown(old.get(key))} in the folder, {_shown(new.get(key))} now"
             for key in sorted(old.keys() | new.keys())
@@ -98,19 +110,43 @@ class RunFolder:
             return None
         return read_recipe(path)
 
+    def resumable_recipe(self) -> dict[str, Any] | None:
+        """The effective recipe of the run that can be resumed here; None when it left no checkpoint."""
+        names = (path.name for path in self.checkpoints.glob("*"))
+        return self.saved_recipe() if any(is_checkpoint_name(name) is not None for name in names) else None
+
     def write_recipe(self, recipe: Mapping[str, Any]) -> None:
         """Keep the effective recipe."""
         self.write_text("recipe.yaml", dump_recipe(recipe))
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write a JSON file of the folder, whole or not at all."""
-        self.write_text(name, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+        """Write a JSON file of the folder, whole or not at all. Numbers that JSON cannot hold become null."""
+        plain = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False, default=str)
+        self.write_text(name, plain + "\n")
+
+    def read_json(self, name: str) -> Any:
+        """The content of a JSON file of the folder, or None when there is none that can be read."""
+        try:
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file of the folder, whole or not at all."""
-        aside = self.path / f".{name}.tmp"
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, self.path / name)
+        """Write a file of the folder, whole or not at all.
+
+        Raises:
+            TrainForgeError: it cannot be written (a full disk, for example).
+        """
+        path, aside = self.path / name, self.path / f".{name}.tmp"
+        try:
+            aside.write_text(text, encoding="utf-8")
+            os.replace(aside, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise TrainForgeError(
+                f"{path} cannot be written ({error.strerror}): make room or choose another folder with --run-dir"
+            ) from error
 
     def close(self) -> None:
         """Let another run have the folder."""
@@ -118,19 +154,34 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
+    def _holds_a_run(self) -> bool:
+        return (self.path / "recipe.yaml").exists() or any(self.checkpoints.glob("*"))
+
+    def _refuse_a_recipe_of_somebody(self) -> None:
+        ours = (self.path / ".lock").exists() or self.checkpoints.exists()
+        if not ours and (self.path / "recipe.yaml").exists():
+            raise UserError(
+                f"{self.path} holds a recipe.yaml that no run wrote and that this run would replace: choose another "
+                "folder with --run-dir"
+            )
+
     def _take(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         lock = (self.path / ".lock").open("w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             lock.close()
+            if not isinstance(error, BlockingIOError):
+                raise
             raise UserError(
                 f"another run is using {self.path}: wait for it, or choose another folder with --run-dir"
             ) from None
         self._lock = lock
 
     def _move_aside(self) -> Path:
+        if Path.cwd().is_relative_to(self.path.resolve()):
+            raise UserError(f"--fresh would move {self.path}, where you are: start from another folder")
         number = 1
         while (target := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
             number += 1
@@ -151,12 +202,24 @@ def flatten(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _is_of_core(key: str) -> bool:
+    return key.partition(".")[0] in ("run", "model", "train")
+
+
 def _is_fixed(key: str) -> bool:
     return _matches(key, FIXED) and key not in HOW_IT_IS_COMPUTED
 
 
 def _matches(key: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) or key.startswith(f"{pattern}.") for pattern in patterns)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _shown(value: Any) -> str:

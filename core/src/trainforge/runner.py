@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainforge.assembly import cache_dir, start
+from trainforge.assembly import build_stages, cache_dir, start
 from trainforge.batching import resolve_batching
+from trainforge.blame import explained
 from trainforge.console import TerminalConsole
 from trainforge.context import Batching, Context
-from trainforge.errors import DataExhausted, ProviderError, TrainForgeError
+from trainforge.errors import DataExhausted, TrainForgeError, UserError
 from trainforge.live import BUILD_ORDER, Run, Stages
 from trainforge.loop import train
 from trainforge.ranks import Ranks, default_threads, device_note, pick_device
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "Stages", "carry_out", "run_plan"]
 
-EXIT_DONE, EXIT_FAILED, EXIT_USER, EXIT_STOPPED = 0, 1, 2, 3
+EXIT_DONE, EXIT_FAILED, EXIT_STOPPED = 0, 1, 3
 
 
 def run_plan(plan: Plan, options: RunOptions) -> int:
@@ -44,31 +45,29 @@ def run_plan(plan: Plan, options: RunOptions) -> int:
     threads = default_threads(plan.recipe.run, ranks)
     plan.check(device.type, ranks.world)
     folder = RunFolder(options.run_dir or Path("runs") / plan.recipe.run.name)
-    with contextlib.ExitStack() as closing, StopSignals() as stop:
-        saved: dict[str, Any] | None = None
+    ctx = Context(
+        run=plan.recipe.run,
+        train=plan.recipe.train,
+        model_config=plan.recipe.model,
+        device=device,
+        rank=ranks.rank,
+        world=ranks.world,
+        local_rank=ranks.local_rank,
+        local_world=ranks.local_world,
+        batching=_batching(
+            plan.recipe.train, ranks.world, {} if options.fresh else folder.resumable_recipe()
+        ),
+        run_dir=folder.path,
+        cache_dir=cache_dir(),
+        console=console,
+    )
+    with contextlib.ExitStack() as closing:
+        # First of all the ranks meet: until then there is nothing to save, so a signal just ends the process, and from
+        # then on they notice when one of them gives up.
+        build_stages(plan, ctx, ("comm",), closing)
+        stop = closing.enter_context(StopSignals())
         if ranks.rank == 0:
-            moved = folder.open(fresh=options.fresh)
-            closing.callback(folder.close)
-            console.log_to(folder.path / "log.txt")
-            if moved:
-                console.note(f"--fresh: what an earlier run left was moved to {moved}")
-        if folder.path.exists():
-            saved = folder.saved_recipe() if not options.fresh else None
-        batching = _batching(plan.recipe.train, ranks.world, saved)
-        ctx = Context(
-            run=plan.recipe.run,
-            train=plan.recipe.train,
-            model_config=plan.recipe.model,
-            device=device,
-            rank=ranks.rank,
-            world=ranks.world,
-            local_rank=ranks.local_rank,
-            local_world=ranks.local_world,
-            batching=batching,
-            run_dir=folder.path,
-            cache_dir=cache_dir(),
-            console=console,
-        )
+            _open(folder, console, options, closing)
         for note in (*plan.notes, device_note(plan.recipe.run, ranks)):
             if note:
                 console.note(note)
@@ -82,37 +81,68 @@ def run_plan(plan: Plan, options: RunOptions) -> int:
 def carry_out(run: Run, stop_requested: Callable[[], bool]) -> int:
     """Train, write the summary and tell observers how it ended."""
     if run.state.step >= run.steps:
-        run.console.note(
-            f"this run is finished: {run.state.step} of {run.steps} steps. Raise train.steps to train on, or start "
-            f"over with --fresh. Everything lies in {run.path}"
-        )
-        return EXIT_DONE
-    _start_report(run)
+        return _finished_before(run)
     try:
-        run.events.run_started(run, run.plan)
-        with blaming(run):
+        with _blaming_who_works(run):
+            _start_report(run)
+            run.events.run_started(run, run.plan)
             status = train(run, stop_requested)
             summary = summarise(run, status)
     except BaseException as error:
-        _end(run, summarise(run, "failed", error), error)
+        try:
+            _end(run, summarise(run, "failed", error), error)
+        except Exception as problem:  # what ended the run is what a person must read
+            run.console.warn(f"the end of this run could not be recorded: {problem}")
         raise
     _end(run, summary, None)
     show_summary(run, summary)
     return EXIT_STOPPED if status == "stopped" else EXIT_DONE
 
 
+def _open(
+    folder: RunFolder, console: TerminalConsole, options: RunOptions, closing: contextlib.ExitStack
+) -> None:
+    moved = folder.open(fresh=options.fresh)
+    closing.callback(folder.close)
+    console.log_to(folder.path / "log.txt")
+    if moved:
+        console.note(f"--fresh: what an earlier run left was moved to {moved}")
+
+
+def _finished_before(run: Run) -> int:
+    """Nothing is left to train. A run that was killed after its last save gets its summary now."""
+    summary = run.folder.read_json("summary.json")
+    recorded = isinstance(summary, dict) and summary.get("steps") == run.state.step
+    if not run.stages.comm.gather(recorded)[0]:
+        _record(run, summarise(run, "finished"))
+    run.console.note(
+        f"this run is finished: {run.state.step} of {run.steps} steps. Raise train.steps to train on, or start "
+        f"over with --fresh. Everything lies in {run.path}"
+    )
+    return EXIT_DONE
+
+
 def _end(run: Run, summary: dict[str, Any], error: BaseException | None) -> None:
+    try:
+        _record(run, summary)
+    finally:
+        run.events.run_ended(run, error)
+
+
+def _record(run: Run, summary: dict[str, Any]) -> None:
     if run.ctx.rank == 0:
         run.folder.write_json("summary.json", summary)
-    run.events.run_ended(run, error)
 
 
 @contextlib.contextmanager
-def blaming(run: Run) -> Iterator[None]:
-    """Turn a plugin's unexpected exception into one that names the plugin, its stage and what it was doing."""
+def _blaming_who_works(run: Run) -> Iterator[None]:
+    """Name the plugin, its stage and what it was doing in an exception that is not worded for a person yet."""
     try:
         yield
-    except (TrainForgeError, KeyboardInterrupt, SystemExit):
+    except UserError as error:
+        error.exit_code = EXIT_FAILED  # what the user must change came to light after the run had begun
+        raise
+    except TrainForgeError:
         raise
     except DataExhausted as error:
         raise TrainForgeError(
@@ -120,12 +150,12 @@ def blaming(run: Run) -> Iterator[None]:
         ) from error
     except Exception as error:
         stage, doing = run.doing
-        raise ProviderError(run.plan.chosen[stage].plugin, stage, doing, error) from error
+        raise explained(error, run.ctx, run.plan.chosen[stage].plugin, stage, doing) from error
 
 
 def _batching(train: TrainSection, world: int, saved: dict[str, Any] | None) -> Batching:
-    """How a step is cut, given the effective recipe of the run that this folder holds."""
-    before = (saved or {}).get("train", {})
+    """How a step is cut, given the effective recipe of the run that is resumed, if any."""
+    before = (saved or {}).get("train") or {}
     total = before.get("global_batch")
     return resolve_batching(
         train,

@@ -97,6 +97,7 @@ def show_summary(run: Run, summary: dict[str, Any]) -> None:
 
 
 def _digest(run: Run) -> str:
+    run.doing = ("memory", "gathering the weights for their digest")
     run.stages.memory.drain()
     return weights_digest(run.stages.model.parameters, run.stages.memory.weights)
 
@@ -105,12 +106,18 @@ def _show_sample(run: Run) -> None:
     prompt = run.ctx.run.sample
     if not prompt:
         return
+    try:
+        said = _sample(run, prompt)
+    except Exception as error:  # the run is done and saved: it does not fail for want of a sample
+        said = f"none: {type(error).__name__}: {error} (run.sample)"
+    run.console.note(f"sample      {said}")
+
+
+def _sample(run: Run, prompt: str) -> str:
     ids = run.stages.data.encode(prompt)
+    if not ids:
+        return "none: the data has no tokenizer for it (run.sample)"
     with preserved(run.ctx.device):
-        continuation = run.stages.memory.generate(ids, _SAMPLE_TOKENS, seed=run.seed) if ids else []
+        continuation = run.stages.memory.generate(ids, _SAMPLE_TOKENS, seed=run.seed)
     text = run.stages.data.decode(continuation) if continuation else None
-    if text:
-        run.console.note(f"sample      {prompt}{text}")
-    else:
-        missing = "the data has no tokenizer for it" if not ids else "this memory cannot generate"
-        run.console.note(f"sample      none: {missing} (run.sample)")
+    return f"{prompt}{text}" if text else "none: this memory cannot generate (run.sample)"
