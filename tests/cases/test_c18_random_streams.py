@@ -1,4 +1,4 @@
-"""C18: what a data plugin and a model draw differs over rank, micro-batch, step and epoch, and repeats with the seed."""
+"""C18: what data plugin and model draw differs over rank, micro-batch, step and epoch, and repeats with the seed."""
 
 import json
 from collections import defaultdict
