@@ -166,6 +166,23 @@ class UpdatesEverything(ReferenceMemory):
         super().apply(update, frozenset(self._specs))
 
 
+@breaks("memory", "test_gradients_of_other_ranks_are_forgotten", "its span is not zero")
+class ZeroesOnlyItsOwnGradients(ReferenceMemory):
+    def forward_backward(self, batches, scale, sink):
+        told, before = set(), self._buffer.tensor.clone()
+
+        def noted(extent, ready):
+            told.add(extent.name)
+            sink(extent, ready)
+
+        total = super().forward_backward(batches, scale, noted)
+        for index, extent in enumerate(self._buffer.extents):
+            if extent.name not in told:
+                start = self._buffer.starts[index]
+                self._buffer.span(index).copy_(before[start : start + extent.length])
+        return total
+
+
 @breaks("memory", "test_only_used_parameters_are_updated", "exactly once")
 class NeverFinishesUpdates(ReferenceMemory):
     def apply(self, update, used):

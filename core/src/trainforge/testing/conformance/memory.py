@@ -195,6 +195,24 @@ class MemoryConformance(PluginConformance):
             if "idle" in named.extent.name and named.key != "master":
                 assert not named.tensor.any(), f"{named.key} of {named.extent.name} moved without a gradient"
 
+    def test_gradients_of_other_ranks_are_forgotten(self, tmp_path: Path) -> None:
+        """A reduction fills spans that got no gradient here; without one in the next step they are zero again."""
+        walker = Walker(self.build(tmp_path))
+        stages, memory = walker.stages, walker.stages.memory
+        idle = {spec.name for spec in stages.model.parameters if "idle" in spec.name}
+        for _ in range(2):
+            memory.forward_backward(seeded(stages.data.take(3)), 0.1, walker.sink)
+            for name in idle:
+                span = gradient(stages, name)
+                assert not span.any(), (
+                    f"{name} got no gradient here, but its span is not zero: what ranks add up there would be wrong"
+                )
+                span.fill_(3.0)
+            used = stages.comm.finish() | idle
+            update = make_update(1, 0.01, memory.grad_norm(), 1.0)
+            memory.apply(lambda slots, update=update: stages.optimizer.update(slots, update), used)  # type: ignore[misc]
+            memory.drain()
+
     def test_only_used_parameters_are_updated(self, tmp_path: Path) -> None:
         """`apply(update, used)` brings exactly the slots in `used`, each once; `drain` leaves none pending."""
         walker = Walker(self.build(tmp_path))
