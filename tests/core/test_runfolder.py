@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainforge.errors import ConfigError, IncompatibleError, UserError
+from trainforge.errors import ConfigError, IncompatibleError, TrainForgeError, UserError
 from trainforge.runfolder import RunFolder, flatten
 
 RECIPE = {
@@ -96,6 +96,14 @@ def test_an_unwritable_folder_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         RunFolder(tmp_path / "file" / "run").open(fresh=False)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    folder = RunFolder(tmp_path)
+    (tmp_path / "summary.json").mkdir()
+    with pytest.raises(TrainForgeError, match=r"summary\.json cannot be written \(Is a directory\)"):
+        folder.write_json("summary.json", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_numbers_that_json_cannot_hold_become_null(tmp_path):

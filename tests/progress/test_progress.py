@@ -24,11 +24,14 @@ METRICS = {
 
 def shown_at(width: int) -> str:
     terminal = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    state = SimpleNamespace(step=0)
-    run = SimpleNamespace(console=SimpleNamespace(terminal=terminal), state=state, last_step=600)
+    state, logged = SimpleNamespace(step=0), []
+    console = SimpleNamespace(terminal=terminal, log=logged.append)
+    run = SimpleNamespace(console=console, state=state, last_step=600)
     display = ProgressDisplay()
     display.forge_run_started(run, None)
     display.forge_metrics_logged(run, 220, METRICS)
+    assert logged[0].startswith("step 220/600 · loss 1.9506 · ")
+    assert logged[0].endswith("1.0 GiB")  # the log holds everything, however narrow the screen
     bar = display._progress.get_renderable()
     display.forge_run_ended(run, None)
     paper = Console(file=io.StringIO(), width=width)

@@ -67,6 +67,10 @@ class TerminalConsole:
         self.terminal.print(f"warning: {text}", style="yellow", markup=False)
         self._keep(f"warning: {text}")
 
+    def log(self, text: str) -> None:
+        """Keep a line in the log without showing it."""
+        self._keep(printable(text))
+
     def task(self, label: str, total: float | None = None, unit: str = "") -> AbstractContextManager[Task]:
         """Progress of long work: a bar on a terminal, a line every few seconds elsewhere."""
         if self.terminal.is_terminal:

@@ -36,6 +36,9 @@ class Console(Protocol):
     def warn(self, text: str) -> None:
         """Show a line that a person must not miss; the same text is shown once."""
 
+    def log(self, text: str) -> None:
+        """Keep a line in the run's log without showing it: what the screen shows in another form."""
+
     def task(self, label: str, total: float | None = None, unit: str = "") -> AbstractContextManager[Task]:
         """Show progress of work that takes more than a moment. `unit` is `"B"` for bytes, or a noun."""
 
@@ -125,7 +128,7 @@ class SilentConsole:
         """Keep the line."""
         self.lines.append(text)
 
-    warn = note
+    warn = log = note
 
     def task(self, label: str, total: float | None = None, unit: str = "") -> AbstractContextManager[Task]:
         """Show nothing."""

@@ -55,6 +55,11 @@ class Plan:
         """Lines that the person should see before the run."""
         return self.selection.notes
 
+    @property
+    def origin(self) -> str:
+        """Where the recipe came from, in words: its file, or whose quickstart recipe it is."""
+        return str(self.recipe.source or f"the quickstart recipe of {self.chosen['data'].plugin}")
+
     @cached_property
     def hash(self) -> str:
         """SHA-256 over plugins, versions and the effective recipe, however chosen: every rank must have the same.

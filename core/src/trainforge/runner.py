@@ -13,12 +13,14 @@ from trainforge.blame import explained
 from trainforge.console import TerminalConsole
 from trainforge.context import Batching, Context
 from trainforge.errors import DataExhausted, TrainForgeError, UserError
-from trainforge.live import BUILD_ORDER, Run, Stages
+from trainforge.live import Run, Stages
 from trainforge.loop import train
+from trainforge.provider import STAGES
 from trainforge.ranks import Ranks, default_threads, device_note, pick_device
 from trainforge.runfolder import RunFolder
 from trainforge.signals import StopSignals
 from trainforge.summary import show_summary, summarise
+from trainforge.wording import counted
 
 if TYPE_CHECKING:
     from trainforge.options import RunOptions
@@ -41,10 +43,11 @@ def run_plan(plan: Plan, options: RunOptions) -> int:
     """
     ranks = Ranks.from_environment()
     console = TerminalConsole(silent=ranks.rank != 0)
+    folder = RunFolder(options.run_dir or Path("runs") / plan.recipe.run.name)
+    console.note(f"{plan.recipe.run.name}: {plan.origin} · folder {folder.path}")  # before torch is imported
     device = pick_device(plan.recipe.run, ranks)
     threads = default_threads(plan.recipe.run, ranks)
     plan.check(device.type, ranks.world)
-    folder = RunFolder(options.run_dir or Path("runs") / plan.recipe.run.name)
     ctx = Context(
         run=plan.recipe.run,
         train=plan.recipe.train,
@@ -62,6 +65,7 @@ def run_plan(plan: Plan, options: RunOptions) -> int:
         console=console,
     )
     with contextlib.ExitStack() as closing:
+        closing.push(_logging_errors(console))
         # First of all the ranks meet: until then there is nothing to save, so a signal just ends the process, and from
         # then on they notice when one of them gives up.
         build_stages(plan, ctx, ("comm",), closing)
@@ -72,10 +76,8 @@ def run_plan(plan: Plan, options: RunOptions) -> int:
             if note:
                 console.note(note)
         run = start(plan, options, ctx, folder, closing)
-        console.note(
-            f"{device} · {ranks.world} rank{'s' * (ranks.world > 1)} · {threads} CPU threads per rank"
-        )
-        return carry_out(run, lambda: stop.name is not None)
+        console.note(f"{device} · {counted(ranks.world, 'rank')} · {counted(threads, 'CPU thread')} per rank")
+        return carry_out(run, lambda: _asked_to_stop(stop, console))
 
 
 def carry_out(run: Run, stop_requested: Callable[[], bool]) -> int:
@@ -97,6 +99,27 @@ def carry_out(run: Run, stop_requested: Callable[[], bool]) -> int:
     _end(run, summary, None)
     show_summary(run, summary)
     return EXIT_STOPPED if status == "stopped" else EXIT_DONE
+
+
+def _asked_to_stop(stop: StopSignals, console: TerminalConsole) -> bool:
+    if stop.name is None:
+        return False
+    console.note(
+        f"{stop.name}: stopping after this step and saving; a second Ctrl-C stops at once, without saving"
+    )
+    return True
+
+
+def _logging_errors(console: TerminalConsole) -> Callable[..., None]:
+    """A callback for `ExitStack.push`: what ends the run is kept in its log (the command line shows it)."""
+
+    def log(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, TrainForgeError):
+            console.log(f"error: {error}")
+        elif error is not None:
+            console.log(f"error: {type(error).__name__}: {error}".rstrip(": "))
+
+    return log
 
 
 def _open(
@@ -167,16 +190,13 @@ def _batching(train: TrainSection, world: int, saved: dict[str, Any] | None) -> 
 
 def _start_report(run: Run) -> None:
     """Say what is about to happen, before the first step."""
-    parameters = run.stages.model.parameters
-    total = sum(spec.elements for spec in parameters)
-    trainable = sum(spec.elements for spec in parameters if spec.trainable)
     note = run.console.note
-    chosen = ", ".join(f"{name} {run.plan.chosen[name].plugin}" for name in BUILD_ORDER)
-    note(f"{run.ctx.run.name}: {total:,} parameters ({trainable:,} trainable) · {chosen}")
+    note("plugins: " + ", ".join(f"{name} {run.plan.chosen[name].plugin}" for name in STAGES))
     for line in (*run.stages.model.start_report(), *run.stages.data.start_report()):
         note(line)
     batching = run.ctx.batching
     note(
         f"steps {run.state.step + 1} to {run.last_step} of {run.steps} · {batching.global_batch} samples per step = "
-        f"{batching.micro_batch} x {batching.accumulate} micro-batches x {run.ctx.world} ranks · folder {run.path}"
+        f"{batching.micro_batch} x {counted(batching.accumulate, 'micro-batch', 'micro-batches')} x "
+        f"{counted(run.ctx.world, 'rank')}"
     )

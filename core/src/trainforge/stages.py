@@ -125,7 +125,7 @@ class ModelSpec(Stage, ABC):
 
     def start_report(self) -> list[str]:
         """Lines for the start report, such as which attention kernel was taken and why."""
-        return []
+        return [f"model: {sum(spec.elements for spec in self.parameters):,} parameters"]
 
 
 class Data(Stage, ABC):

@@ -64,11 +64,12 @@ def show_summary(run: Run, summary: dict[str, Any]) -> None:
     """The end of a run on the screen: loss, speed, time per stage, where everything lies, and a sample."""
     note = run.console.note
     done = {
-        "finished": f"finished: {summary['steps']} steps",
-        "max_steps": f"stopped after {summary['steps']} of {run.steps} steps as asked; run again to go on",
-        "stopped": f"stopped by a signal after {summary['steps']} of {run.steps} steps; saved, run again to resume",
+        "finished": "finished: {}",
+        "max_steps": "stopped as asked: {}; saved, run again to go on",
+        "stopped": "stopped by a signal: {}; saved, run again to resume",
     }[summary["status"]]
-    note(f"{done} in {format_seconds(summary['seconds'])}")
+    taken = f"step {summary['steps']} of {run.steps} after {format_seconds(summary['seconds'])}"
+    note(done.format(taken))
     first, last, held_out = summary["loss_first"], summary["loss_last"], summary["eval_loss"]
     if first is not None:
         note(
@@ -80,7 +81,7 @@ def show_summary(run: Run, summary: dict[str, Any]) -> None:
             f"speed       {summary['tokens_per_s']:,.0f} tokens/s · {summary['step_ms']:.1f} ms per step (median)"
         )
     shares = " · ".join(f"{name} {value:.1f}" for name, value in summary["ledger"].items() if value >= 0.05)
-    note(f"step (ms)   {shares} · bound by {summary['bound_by']}")
+    note(f"mean step   {shares} ms · bound by {summary['bound_by']}")
     memory = f"host {format_bytes(summary['peak_host_bytes'])}"
     if summary["peak_device_bytes"]:
         memory = f"device {format_bytes(summary['peak_device_bytes'])} · {memory}"

@@ -19,6 +19,11 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f": did you mean {found}?" if found else ""
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """`1 rank`, `2 ranks`; `many` where an s is not enough."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def listed(names: Iterable[str], empty: str = "none") -> str:
     """Names, sorted and separated by commas."""
     return ", ".join(sorted(names)) or empty

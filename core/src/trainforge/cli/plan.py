@@ -77,8 +77,7 @@ def _print_stages(console: Console, made: Plan) -> None:
 def _print_recipe(console: Console, made: Plan) -> None:
     from trainforge.recipe_file import dump_recipe
 
-    source = made.recipe.source or f"the quickstart recipe of {made.chosen['data'].plugin}"
-    console.print(f"\nEffective recipe ({source}):", markup=False)
+    console.print(f"\nEffective recipe ({made.origin}):", markup=False)
     for line in dump_recipe(made.recipe.effective()).splitlines():
         console.print(f"  {line}", markup=False, soft_wrap=True)
 

@@ -77,9 +77,11 @@ class ProgressDisplay:
         left = run.last_step - step
         eta = (time.monotonic() - self._began) / max(step - self._first_step, 1) * left
         shown = figures(metrics, format_seconds(eta) if left else None)
+        line = _SEPARATOR.join([f"step {step}/{run.last_step}", *shown])
         if self._progress is None:
-            run.console.note(_SEPARATOR.join([f"step {step}/{run.last_step}", *shown]))
+            run.console.note(line)
         else:
+            run.console.log(line)
             self._progress.update(self._task, completed=step, figures=shown)
 
     @hookimpl

@@ -1,0 +1,31 @@
+"""What a run says and what it leaves in log.txt, also when it fails."""
+
+from __future__ import annotations
+
+import pytest
+from tests.run.runs import run, write_recipe
+
+from trainforge.errors import CheckpointError
+
+
+def test_a_damaged_checkpoint_says_how_to_go_on(tmp_path):
+    recipe = write_recipe(tmp_path, train={"steps": 4, "save_every": 2})
+    assert run(recipe, tmp_path / "run").code == 0
+    damaged = next((tmp_path / "run/checkpoints/step-00000004").glob("*.safetensors"))
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"--resume 2, or start over with --fresh"):
+        run(recipe, tmp_path / "run")
+    assert "error: " in (tmp_path / "run/log.txt").read_text().splitlines()[-1]
+    assert run(recipe, tmp_path / "run", resume=2).summary["steps"] == 4
+
+
+def test_the_screen_says_first_what_is_run_and_where(tmp_path, capsys):
+    recipe = write_recipe(tmp_path, train={"steps": 1})
+    run(recipe, tmp_path / "run")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"r: {recipe} · folder {tmp_path / 'run'}"
+    assert "1 ranks" not in "\n".join(lines)
+    logged = [line.split(" ", 2)[2] for line in (tmp_path / "run/log.txt").read_text().splitlines()]
+    assert logged == lines
