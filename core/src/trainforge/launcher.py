@@ -170,12 +170,18 @@ class _Agent:
 
 
 class _Watch:
-    """The main thread's part: signals go to the ranks, and what does not end in time is killed."""
+    """The main thread's part: signals go to the ranks, and what does not end in time is killed.
+
+    Attributes:
+        died: ranks that had ended without a word when the first failure was noticed: nobody had ended them by then.
+    """
 
     def __init__(self, agent: _Agent, reports: Path, grace_s: float) -> None:
         self.agent, self.reports, self.grace_s = agent, reports, grace_s
         self.stopped_by: str | None = None
         self.killed: str | None = None
+        self.died: frozenset[int] = frozenset()
+        self._failed = False
         self._pending: list[int] = []
         self._deadline: tuple[float, str] | None = None
 
@@ -187,8 +193,10 @@ class _Watch:
                 self.agent.thread.join(0.1)
                 pids = self.agent.pids()
                 self._pass_on(pids)
-                if self._deadline is None and self._one_has_failed(pids):
-                    self._arm(_DYING_S, "")
+                if not self._failed and self._one_has_failed(pids):
+                    self._failed = True
+                    if self._deadline is None:
+                        self._arm(_DYING_S, "")
                 if self._deadline is not None and time.monotonic() > self._deadline[0]:
                     self.killed = self.killed or self._deadline[1]
                     if not pids:
@@ -220,9 +228,8 @@ class _Watch:
             rank for rank, pid in pids.items() if _has_ended(pid)
         ]  # before the reports, which come first
         reports = read_reports(self.reports)
-        if any(report.exit_code not in (0, STOPPED) for report in reports.values()):
-            return True
-        return any(rank not in reports for rank in ended)
+        self.died = frozenset(rank for rank in ended if rank not in reports)
+        return bool(self.died) or any(report.exit_code not in (0, STOPPED) for report in reports.values())
 
 
 def _say_how_it_ended(watch: _Watch, agent: _Agent, reports: dict[int, RankReport], logs: Path) -> int:
@@ -239,9 +246,11 @@ def _say_how_it_ended(watch: _Watch, agent: _Agent, reports: dict[int, RankRepor
         return _say(_own_words(first, agent), 2 if first.exit_code == 2 else 1)
     if crashed and watch.stopped_by and all(agent.exit_codes[rank] in _deaths_by_stop() for rank in crashed):
         return _say(f"Stopped by {watch.stopped_by} before training had begun; nothing was saved.", 1)
-    if crashed:
-        return _say(_crash(crashed[0], agent, logs), 1)
-    if failed:
+    by_us = (-signal.SIGTERM, -signal.SIGKILL)
+    by_themselves = [rank for rank in crashed if rank in watch.died or agent.exit_codes[rank] not in by_us]
+    if by_themselves or (crashed and not failed):
+        return _say(_crash([*by_themselves, *crashed][0], agent, logs), 1)
+    if failed:  # what has not reported was stuck, and ended by us: those that waited for it name it
         return _say(min(failed, key=lambda report: report.at).text, 1)
     return STOPPED if any(report.exit_code == STOPPED for report in reports.values()) else 0
 
