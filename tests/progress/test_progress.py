@@ -62,3 +62,15 @@ def test_the_last_entry_has_nothing_to_go():
 
 def test_the_first_figure_stays_however_narrow():
     assert fitting(["loss 1.0", "2 tokens/s"], 3) == "loss 1.0"
+
+
+def test_the_first_step_says_nothing_about_the_time_to_go():
+    lines = []
+    console = SimpleNamespace(terminal=None, note=lines.append)
+    run = SimpleNamespace(console=console, state=SimpleNamespace(step=4), last_step=10)
+    display = ProgressDisplay()
+    display.forge_run_started(run, None)
+    for step in (5, 6):
+        display.forge_step_ended(run, step)
+        display.forge_metrics_logged(run, step, METRICS)
+    assert ["to go" in line for line in lines] == [False, True]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -29,6 +31,17 @@ _CONTROL = {
 }
 
 
+class _Terminal(RichConsole):
+    """A rich console that goes silent when nobody reads it any more (`forge run | head`): training goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """Leave the lines to the log."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 class TerminalConsole:
     """The console of a real run.
 
@@ -37,7 +50,7 @@ class TerminalConsole:
     """
 
     def __init__(self, *, silent: bool = False) -> None:
-        self.terminal = RichConsole(highlight=False, quiet=silent)
+        self.terminal: RichConsole = _Terminal(highlight=False, quiet=silent)
         # A terminal gets lines broken between words; a file or a pipe gets them whole.
         self.terminal.soft_wrap = not self.terminal.is_terminal
         self._silent = silent

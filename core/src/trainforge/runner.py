@@ -101,12 +101,17 @@ def carry_out(run: Run, stop_requested: Callable[[], bool]) -> int:
     return EXIT_STOPPED if status == "stopped" else EXIT_DONE
 
 
+def _cadence(every: int | str | None) -> str:
+    if every is None:
+        return "at the end only (train.save_every)"
+    return f"every {every} steps" if isinstance(every, int) else f"every {every}"
+
+
 def _asked_to_stop(stop: StopSignals, console: TerminalConsole) -> bool:
     if stop.name is None:
         return False
-    console.note(
-        f"{stop.name}: stopping after this step and saving; a second Ctrl-C stops at once, without saving"
-    )
+    again = "; a second Ctrl-C stops at once, without saving" if stop.name == "SIGINT" else ""
+    console.note(f"{stop.name}: stopping after this step and saving{again}")
     return True
 
 
@@ -198,5 +203,5 @@ def _start_report(run: Run) -> None:
     note(
         f"steps {run.state.step + 1} to {run.last_step} of {run.steps} · {batching.global_batch} samples per step = "
         f"{batching.micro_batch} x {counted(batching.accumulate, 'micro-batch', 'micro-batches')} x "
-        f"{counted(run.ctx.world, 'rank')}"
+        f"{counted(run.ctx.world, 'rank')} · saved {_cadence(run.train.save_every)}"
     )

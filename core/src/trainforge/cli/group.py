@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,6 +27,11 @@ class ForgeGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; turn what it raises into a message and an exit code."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(
+                stream, io.TextIOWrapper
+            ):  # a terminal without UTF-8 gets ? for what it cannot show
+                stream.reconfigure(errors="replace")
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):

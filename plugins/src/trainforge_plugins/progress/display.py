@@ -67,7 +67,9 @@ class ProgressDisplay:
 
     @hookimpl
     def forge_step_ended(self, run: Run, step: int) -> None:
-        """Move the bar."""
+        """Move the bar. The first step, which may compile or warm up, says nothing about the time to go."""
+        if step == self._first_step + 1:
+            self._began = time.monotonic()
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
@@ -75,8 +77,9 @@ class ProgressDisplay:
     def forge_metrics_logged(self, run: Run, step: int, metrics: dict[str, float]) -> None:
         """Show the figures."""
         left = run.last_step - step
-        eta = (time.monotonic() - self._began) / max(step - self._first_step, 1) * left
-        shown = figures(metrics, format_seconds(eta) if left else None)
+        timed = step - self._first_step - 1
+        eta = format_seconds((time.monotonic() - self._began) / timed * left) if timed and left else None
+        shown = figures(metrics, eta)
         line = _SEPARATOR.join([f"step {step}/{run.last_step}", *shown])
         if self._progress is None:
             run.console.note(line)
