@@ -30,7 +30,7 @@ def test_a_spoiled_step_changes_nothing_and_the_others_are_as_without_it(tmp_pat
 def test_too_many_in_a_row_end_the_run_and_what_was_saved_is_finite(tmp_path):
     """C37's second part: a state that is not finite cannot be saved, since no step makes the weights so."""
     spoil = ["nan", "", "inf", "inf", "inf", "inf"]
-    with pytest.raises(TrainForgeError, match=r"3 steps in a row \(up to step 5\) were not finite"):
+    with pytest.raises(TrainForgeError, match=r"3 steps in a row .*step 5.* were not finite"):
         toy_run(
             tmp_path / "run", model={"spoil": spoil}, train={"max_skipped": 3, "save_every": 1, "keep": 2}
         )
