@@ -213,3 +213,21 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(
         word in message for word in ("nobody/no-such-model", "cannot fetch", "network", "folder", "bytes")
     )
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    import huggingface_hub
+
+    asked = []
+
+    def fail(self: object, name: str, timeout: float) -> None:
+        asked.append((name, timeout))
+        raise ConnectionError("no route to it")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
+    with pytest.raises(DataError, match="cannot fetch .*no route to it"):
+        load_tokenizer(context(tmp_path), "nobody/no-such-model")
+    assert asked == [("nobody/no-such-model", 10.0)]
+    assert capfd.readouterr() == ("", "")

@@ -94,7 +94,10 @@ def show_summary(run: Run, summary: dict[str, Any]) -> None:
     note(
         f"everything  {run.path}: summary.json, metrics.jsonl, recipe.yaml, plan.json, checkpoints/, log.txt"
     )
-    _show_sample(run)
+    if (
+        summary["status"] != "stopped"
+    ):  # who stopped it waits for the end, and a scheduler does not wait for long
+        _show_sample(run)
 
 
 def _digest(run: Run) -> str:

@@ -22,6 +22,7 @@ BYTES = "bytes"
 DOCUMENT_END = 256
 """The token that ends a document in the byte vocabulary, after the 256 bytes."""
 
+_PROBE_SECONDS = 10.0  # longest wait for the hub to say whether it has a tokenizer
 BLOCK_BYTES = 1 << 16
 """Longest text that a Hugging Face tokenizer gets at once; bounds its memory, which is many times the text's."""
 
@@ -198,8 +199,11 @@ def _from_transformers(name: str, folder: Path | None) -> Tokenizer:
     )  # workers are the parallelism; also silences a warning
     from transformers import AutoTokenizer
 
+    trouble = None if folder is not None else _hub_trouble(name)
     try:
-        loaded = AutoTokenizer.from_pretrained(str(folder or name), trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(
+            str(folder or name), trust_remote_code=False, local_files_only=trouble is not None
+        )
     except Exception as error:  # OSError, ValueError, network errors of several libraries
         if folder is not None:
             raise DataError(
@@ -207,13 +211,27 @@ def _from_transformers(name: str, folder: Path | None) -> Tokenizer:
                 "name another folder or id, or set text.tokenizer: bytes"
             ) from None
         raise DataError(
-            f"text.tokenizer: cannot fetch the tokenizer {name!r} from the Hugging Face hub: {_first_line(error)}: "
+            f"text.tokenizer: cannot fetch the tokenizer {name!r} from the Hugging Face hub: "
+            f"{_first_line(trouble or error)}: "
             "check the id and the network, or name a folder that holds it, or set text.tokenizer: bytes"
         ) from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         return PythonTokenizer(name, loaded, loaded.eos_token_id)
     return LibraryTokenizer(name, backend, loaded.eos_token_id)
+
+
+def _hub_trouble(name: str) -> Exception | None:
+    """Why the hub cannot give `name`, asked once: transformers would ask for most of a minute, and say each attempt."""
+    import huggingface_hub
+
+    if huggingface_hub.is_offline_mode():
+        return None  # transformers says so itself, and looks only into its cache
+    try:
+        huggingface_hub.HfApi().model_info(name, timeout=_PROBE_SECONDS)
+    except Exception as error:  # of several libraries; the cache may still hold it
+        return error
+    return None
 
 
 def _first_line(error: BaseException) -> str:
