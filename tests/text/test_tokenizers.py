@@ -227,7 +227,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(
         raise ConnectionError("no route to it")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
-    with pytest.raises(DataError, match="cannot fetch .*no route to it"):
+    with pytest.raises(DataError, match=r"cannot fetch .*no route to it"):
         load_tokenizer(context(tmp_path), "nobody/no-such-model")
     assert asked == [("nobody/no-such-model", 10.0)]
     assert capfd.readouterr() == ("", "")
