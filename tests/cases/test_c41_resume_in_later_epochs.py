@@ -37,7 +37,7 @@ def test_stops_at_7_10_and_15_of_15(tmp_path, ranks, accumulate):
     assert again.code == 0
     assert again.sample_ids == whole.sample_ids
     assert (tmp_path / "parts/summary.json").read_bytes() == before
-    assert "this run is finished: 15 of 15 steps" in (tmp_path / "parts/log.txt").read_text()
+    assert "this run is finished: 15 steps are done" in (tmp_path / "parts/log.txt").read_text()
 
 
 def consumed(run):

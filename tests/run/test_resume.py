@@ -5,7 +5,7 @@ import json
 import pytest
 from tests.run.runs import run, write_recipe
 
-from trainforge.errors import IncompatibleError, UserError
+from trainforge.errors import CheckpointError, IncompatibleError, UserError
 
 SERIES = ("step", "lr", "loss", "grad_norm", "tokens")
 
@@ -53,7 +53,7 @@ def test_a_finished_run_says_so_and_does_nothing(tmp_path, capsys):
     again = run(recipe, tmp_path / "run")
     assert again.code == 0
     assert again.sample_ids == []
-    assert "finished: 3 of 3 steps" in capsys.readouterr().out
+    assert "finished: 3 steps are done" in capsys.readouterr().out
     assert (tmp_path / "run/summary.json").read_text() == before
     assert first.summary["steps"] == 3
 
@@ -103,3 +103,11 @@ def test_lines_of_steps_that_are_trained_again_are_dropped_from_the_metrics(tmp_
     with (tmp_path / "run/metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss": 0}\n{"step": 5, "lo')  # what a run killed at step 5 had written
     assert run(recipe, tmp_path / "run").series("step") == [1, 2, 3, 4, 5, 6]
+
+
+def test_another_optimizer_cannot_take_over_and_the_message_says_whose_state_it_is(tmp_path):
+    recipe = write_recipe(tmp_path, train={"steps": 4})
+    run(recipe, tmp_path / "run", max_steps=2, plugins=["docs/examples/my_plugin.py"])
+    with pytest.raises(CheckpointError, match=r"the optimizer my_plugin, this run has adamw"):
+        run(recipe, tmp_path / "run")
+    assert run(recipe, tmp_path / "run", plugins=["docs/examples/my_plugin.py"]).summary["steps"] == 4

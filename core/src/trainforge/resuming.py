@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -93,7 +94,7 @@ def resume(run: Run, found: Found) -> None:
                 f"the checkpoint {found.path} cannot be read: {error}{_way_out(run, found.step)}"
             ) from error
         except CheckpointError as error:
-            raise CheckpointError(f"{error}{_way_out(run, found.step)}") from error
+            raise CheckpointError(f"{error}{_other_optimizer(run)}{_way_out(run, found.step)}") from error
     assert run.state.step == found.step, "a checkpoint's folder name says its step"
     run.resumed_from = found.step
     if run.options.resume is not None and run.ctx.rank == 0:
@@ -103,6 +104,20 @@ def resume(run: Run, found: Found) -> None:
             )
     took = format_seconds(time.perf_counter() - began)
     run.console.note(f"resumed from step {found.step} of {run.steps} in {took}: {found.path}")
+
+
+def _other_optimizer(run: Run) -> str:
+    """A hint when the run in the folder was trained by another optimizer, whose state this one cannot use."""
+    try:
+        plan = json.loads((run.folder.path / "plan.json").read_text(encoding="utf-8"))
+        before, now = plan["stages"]["optimizer"]["plugin"], run.plan.chosen["optimizer"].plugin
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    if before == now:
+        return ""
+    return (
+        f". It was trained with the optimizer {before}, this run has {now}: choose --stage optimizer={before}"
+    )
 
 
 def _way_out(run: Run, step: int) -> str:

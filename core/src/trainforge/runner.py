@@ -144,8 +144,8 @@ def _finished_before(run: Run) -> int:
     if not run.stages.comm.gather(recorded)[0]:
         _record(run, summarise(run, "finished"))
     run.console.note(
-        f"this run is finished: {run.state.step} of {run.steps} steps. Raise train.steps to train on, or start "
-        f"over with --fresh. Everything lies in {run.path}"
+        f"this run is finished: {run.state.step} steps are done and the recipe asks for {run.steps}. Raise "
+        f"train.steps to train on, or start over with --fresh. Everything lies in {run.path}"
     )
     return EXIT_DONE
 

@@ -67,8 +67,9 @@ def run(
     signal after saving.
     """
     from trainforge.rank_process import started_by_launcher
-    from trainforge.ranks import Ranks
+    from trainforge.ranks import Ranks, limit_spinning
 
+    limit_spinning()
     choices = Choices(recipe, plugins, only, without, stage, overrides)
     more = [] if devices is None else [f"run.devices={_devices(devices)}"]
     ranks = Ranks.from_environment()

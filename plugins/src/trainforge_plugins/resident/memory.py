@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class Resident(Memory):
 
     def __init__(self, ctx: Context) -> None:
         self.model, self.comm, self.device = ctx.model, ctx.comm, ctx.device
-        self.loss_chunk = ctx.train.loss_chunk
+        self.loss_chunk, self.compiled = ctx.train.loss_chunk, ctx.train.compile
         trainable = [spec for spec in self.model.parameters if spec.trainable]
         if not trainable:
             raise ConfigError(
@@ -151,7 +151,9 @@ class Resident(Memory):
         self, prompt: Sequence[int], count: int, *, temperature: float = 0.8, seed: int = 0
     ) -> list[int]:
         """Sample by running the model over the growing text (the last `max_positions` tokens of it)."""
-        with self._inference():
+        # every length of the text would be compiled anew
+        eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
+        with eager, self._inference():
             return sample(self.model, prompt, count, temperature, seed, self.device)
 
     def weights(self, name: str) -> Tensor:
