@@ -1,0 +1,78 @@
+"""What every format of instruction data becomes: a conversation, as chat templates take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class BadRow(Exception):
+    """A row that cannot be used.
+
+    Attributes:
+        reason: why, for a person; the same words for all rows with the same fault, so that they can be counted.
+        detail: what is special to this row, or an empty text.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason} ({detail})" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn.
+
+    Attributes:
+        role: one of `ROLES`; `tool` is the result of a call.
+        content: the text; may be empty only for an assistant that calls tools, a user, a system or a tool.
+        tool_calls: of an assistant: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, where
+            the arguments are an object (templates write them with `tojson`).
+        name: of a tool's result: which tool gave it; empty when unknown.
+        tool_call_id: of a tool's result: which call it answers; empty when unknown.
+        reasoning: of an assistant: the text that it thought before it answered (`reasoning_content`); may be empty.
+        trained: false where the row itself asks to learn nothing from this turn (OpenAI's `weight: 0`).
+    """
+
+    role: str
+    content: str
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    name: str = ""
+    tool_call_id: str = ""
+    reasoning: str = ""
+    trained: bool = True
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as `apply_chat_template` takes it; keys without a value are left out."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [dict(call) for call in self.tool_calls]
+        optional = (
+            ("name", self.name),
+            ("tool_call_id", self.tool_call_id),
+            ("reasoning_content", self.reasoning),
+        )
+        message.update({key: value for key, value in optional if value})
+        return message
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One row of instruction data: at least one assistant turn, with at most one system turn, which comes first.
+
+    Attributes:
+        messages: the turns in order.
+        tools: descriptions of the functions that may be called, as OpenAI writes them
+            (`{"type": "function", "function": {"name": ..., "parameters": {...}}}`).
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+    def for_template(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """The messages and the tools (None without any) as `apply_chat_template` takes them."""
+        tools = [dict(tool) for tool in self.tools]
+        return [message.for_template() for message in self.messages], tools or None
