@@ -62,7 +62,7 @@ def text(**keys: Any) -> Sections:
 
 
 JSONL = "rows.jsonl"
-DIVERGES = train(lr=1e30, clip=None, warmup=0, schedule="constant", steps=8, max_skipped=2)
+DIVERGES = train(lr=1e30, clip=None, warmup=0, schedule="constant", steps=8, max_bad_steps=2)
 # the base run: 4 steps of 2 rows of 32 tokens out of 12, two blocks, linear schedule with 3 steps of warm-up, lr 0.01
 EFFECTS = {
     "run.seed": Effect(1, lambda s: (s.ids, digest(s))),
@@ -95,7 +95,7 @@ EFFECTS = {
         2, lambda s: next(m for m in s.metrics if "eval_loss" in m)["step"], 4, 2, text(validation=2)
     ),
     "train.log_every": Effect(2, lambda s: s.series("step"), [1, 2, 3, 4], [2, 4]),
-    "train.max_skipped": Effect(
+    "train.max_bad_steps": Effect(
         3, lambda s: s.error[:29], "the gradients of 2 steps in a", "the gradients of 3 steps in a", DIVERGES
     ),
     "model.config": Effect(MODEL | {"num_hidden_layers": 1}, lambda s: s.block_forwards, 4 * 2, 4),

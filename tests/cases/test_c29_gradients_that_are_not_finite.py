@@ -32,7 +32,7 @@ def test_too_many_in_a_row_end_the_run_and_what_was_saved_is_finite(tmp_path):
     spoil = ["nan", "", "inf", "inf", "inf", "inf"]
     with pytest.raises(TrainForgeError, match=r"3 steps in a row .*step 5.* were not finite"):
         toy_run(
-            tmp_path / "run", model={"spoil": spoil}, train={"max_skipped": 3, "save_every": 1, "keep": 2}
+            tmp_path / "run", model={"spoil": spoil}, train={"max_bad_steps": 3, "save_every": 1, "keep": 2}
         )
     kept = sorted((tmp_path / "run/checkpoints").glob("step-*"))
     assert len(kept) == 2

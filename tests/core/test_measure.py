@@ -20,7 +20,7 @@ class Listener:
         self.told.append(metrics)
 
 
-def figures(max_skipped=3):
+def figures(max_bad_steps=3):
     run = SimpleNamespace(
         state=RunState(),
         stages=SimpleNamespace(
@@ -28,7 +28,7 @@ def figures(max_skipped=3):
         ),
         ledger=Ledger(torch.device("cpu")),
         events=Listener(),
-        train=SimpleNamespace(max_skipped=max_skipped, lr=0.1),
+        train=SimpleNamespace(max_bad_steps=max_bad_steps, lr=0.1),
         ctx=SimpleNamespace(device=torch.device("cpu"), world=1),
         row_tokens=8,
         tokens_measured=0,
@@ -77,7 +77,7 @@ def test_a_bad_step_is_counted_and_not_in_the_loss_and_an_interval_of_them_has_n
     ("bad", "stops"), [("xxx.", True), (".xxx", True), ("xx.x", False), ("xx|x.", True), ("x.|xx", False)]
 )
 def test_a_streak_stops_the_run_also_when_it_ended_before_the_log_or_spans_two(bad, stops):
-    collected, run = figures(max_skipped=3)
+    collected, run = figures(max_bad_steps=3)
     try:
         for step, mark in enumerate(bad + "|"):
             if mark == "|":

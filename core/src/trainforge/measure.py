@@ -99,11 +99,11 @@ class StepFigures:
             run.doing = (stage, "giving its metrics")
             metrics |= {f"{stage}/{name}": value for name, value in built.metrics().items()}
         run.events.metrics_logged(run, step, metrics)
-        if self._longest_streak >= run.train.max_skipped:
+        if self._longest_streak >= run.train.max_bad_steps:
             raise TrainForgeError(
                 f"the gradients of {self._longest_streak} steps in a row (before or at step {step}) were not finite, "
                 f"so none of them changed a weight. Lower train.lr (now {run.train.lr:g}), look at the rows of these "
-                "steps, or raise train.max_skipped; the checkpoints written so far are intact."
+                "steps, or raise train.max_bad_steps; the checkpoints written so far are intact."
             )
 
     def _losses_since_last_told(self) -> dict[str, float]:

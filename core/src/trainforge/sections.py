@@ -94,7 +94,7 @@ class TrainSection(Section):
     log_every: int = Field(
         10, ge=1, description="steps between log lines; losses are read from the device only then"
     )
-    max_skipped: int = Field(10, ge=1, description="non-finite steps in a row after which the run stops")
+    max_bad_steps: int = Field(10, ge=1, description="non-finite steps in a row after which the run stops")
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainSection:
