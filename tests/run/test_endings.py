@@ -1,8 +1,9 @@
 """How a run ends when something goes wrong: the first cause is what a person reads, and what was done is recorded."""
 
+import importlib
 import json
 import shutil
-from types import SimpleNamespace
+import signal
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.run.runs import run, write_recipe
 
 import trainforge
 from trainforge.errors import CheckpointError, DataError, OutOfMemory, ProviderError, TrainForgeError
+from trainforge_plugins.hf.spec import HuggingFaceModel
 from trainforge_plugins.resident.memory import Resident
 from trainforge_plugins.text.data import TextData
 
@@ -93,18 +95,81 @@ def test_a_sample_that_fails_does_not_fail_the_run(tmp_path, failing, capsys):
 def test_who_stops_a_run_does_not_wait_for_an_evaluation(tmp_path, monkeypatch):
     recipe = write_recipe(tmp_path, train={"steps": 4, "eval_every": 1}, text={"validation": 2})
 
-    class Stopped:
-        def __enter__(self):
-            return SimpleNamespace(name="SIGTERM")
-
-        def __exit__(self, *unused):
-            pass
-
     with monkeypatch.context() as patched:
-        patched.setattr("trainforge.runner.StopSignals", Stopped)
+        signal_during(patched, Resident, "forward_backward")
         stopped = run(recipe, tmp_path / "run")
     assert (stopped.code, stopped.summary["steps"], stopped.summary["eval_loss"]) == (3, 1, None)
     assert run(recipe, tmp_path / "run").summary["eval_loss"] is not None
+
+
+def signal_during(patched, owner, method, call=1):
+    """Has SIGTERM come while a method of a stage works for the n-th time."""
+    real, calls = getattr(owner, method), []
+
+    def signalled(*arguments, **named):
+        calls.append(1)
+        if len(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        return real(*arguments, **named)
+
+    patched.setattr(owner, method, signalled)
+    return calls
+
+
+def test_an_evaluation_stops_within_a_batch_and_is_no_evaluation(tmp_path, monkeypatch):
+    recipe = write_recipe(tmp_path, 20, train={"steps": 4, "eval_every": 2}, text={"validation": 10})
+    whole = run(recipe, tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        evaluated = signal_during(patched, Resident, "_evaluate", call=2)
+        stopped = run(recipe, tmp_path / "run")
+    assert (stopped.code, stopped.summary["status"], stopped.summary["steps"]) == (3, "stopped", 2)
+    assert stopped.summary["eval_loss"] is None
+    assert len(evaluated) == 2, "the batch at hand was the last"
+    resumed = run(recipe, tmp_path / "run")
+    assert resumed.summary["eval_loss"] == whole.summary["eval_loss"]
+    assert resumed.summary["weights_digest"] == whole.summary["weights_digest"]
+
+
+@pytest.mark.parametrize("place", ["forward_backward", "_evaluate"])
+def test_stopped_on_the_very_last_step(tmp_path, monkeypatch, place):
+    """All steps are saved; what is left, the last evaluation, is made up for by the next start."""
+    recipe = write_recipe(tmp_path, 20, train={"steps": 3}, text={"validation": 10})
+    whole = run(recipe, tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        signal_during(patched, Resident, place, call=3)
+        stopped = run(recipe, tmp_path / "run")
+    assert (stopped.code, stopped.summary["status"], stopped.summary["steps"]) == (3, "stopped", 3)
+    assert stopped.summary["eval_loss"] is None
+    again = run(recipe, tmp_path / "run")
+    assert (again.code, again.summary["status"]) == (0, "finished")
+    assert again.summary["eval_loss"] == whole.summary["eval_loss"]
+    assert again.summary["weights_digest"] == whole.summary["weights_digest"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (HuggingFaceModel, "load"),
+        (TextData, "start_report"),
+        (Resident, "__init__"),
+        ("trainforge_plugins.text.cache", "tokenise_all"),
+    ],
+)
+def test_a_signal_before_the_first_step_ends_the_start_where_it_is(
+    tmp_path, monkeypatch, capsys, owner, method
+):
+    recipe = write_recipe(tmp_path, train={"steps": 4})
+    with monkeypatch.context() as patched:
+        signal_during(patched, importlib.import_module(owner) if isinstance(owner, str) else owner, method)
+        code = trainforge.run(recipe, run_dir=tmp_path / "run")
+    assert code == 3
+    if method == "start_report":  # it is about to train: the first step is taken and saved
+        assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 1
+    else:
+        assert "SIGTERM: stopped before the first step" in capsys.readouterr().out
+        assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+        assert "error" not in (tmp_path / "run/log.txt").read_text()
+    assert run(recipe, tmp_path / "run").code == 0
 
 
 def test_a_damaged_newest_checkpoint_names_the_older_one(tmp_path):

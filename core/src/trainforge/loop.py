@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainforge.cadence import CadenceClock
-from trainforge.evaluation import evaluate
+from trainforge.evaluation import EvaluationCut, evaluate
 from trainforge.measure import StepFigures
 from trainforge.schedule import learning_rate
 from trainforge.seeding import derive_seed, micro_batch_seed, seed_everything
@@ -59,11 +59,16 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
         state.step = step
         state.tokens += totals.real
         state.supervised += totals.supervised
-        last = stopped or step == run.last_step
+        # One rank alone need not wait for the next step's agreement.
+        stopped = stopped or (run.ctx.world == 1 and stop_requested())
 
-        if _evaluation_due(run, step, stopped):
-            state.eval_loss = evaluate(run)
+        if not stopped and _evaluation_due(run, step):
+            try:
+                state.eval_loss = evaluate(run, stop_requested)
+            except EvaluationCut:
+                stopped = True
             run.ledger.lap("evaluate")
+        last = stopped or step == run.last_step
         log = step % run.train.log_every == 0 or last
         if log or totals.save:
             figures.read()  # before saving, so that the checkpoint has the losses and counts of this step
@@ -81,15 +86,15 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
     run.doing = ("checkpoint", "committing the last checkpoint")
     run.stages.checkpoint.wait()
     _tell_committed(run)
-    if state.step >= run.steps:
-        return "finished"
-    return "stopped" if stopped else "max_steps"
+    if stopped:
+        return "stopped"  # also after the very last step, whose evaluation was left out
+    return "finished" if state.step >= run.steps else "max_steps"
 
 
-def _evaluation_due(run: Run, step: int, stopped: bool) -> bool:
-    """Every `eval_every` steps and at the end; who asks a run to stop waits for saving only."""
+def _evaluation_due(run: Run, step: int) -> bool:
+    """Every `eval_every` steps and at the end. Who asks a run to stop waits for saving only."""
     every = run.train.eval_every
-    return step == run.steps or (every is not None and step % every == 0 and not stopped)
+    return step == run.steps or (every is not None and step % every == 0)
 
 
 def _agree(run: Run, batches: Sequence[Batch], *, stop: bool, save: bool) -> Totals:

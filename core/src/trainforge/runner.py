@@ -12,13 +12,14 @@ from trainforge.batching import resolve_batching
 from trainforge.blame import explained
 from trainforge.console import TerminalConsole
 from trainforge.context import Batching, Context
-from trainforge.errors import DataExhausted, TrainForgeError, UserError
+from trainforge.errors import DataExhausted, RanksError, TrainForgeError, UserError
+from trainforge.evaluation import EvaluationCut, evaluate
 from trainforge.live import Run, Stages
 from trainforge.loop import train
 from trainforge.provider import STAGES
 from trainforge.ranks import Ranks, default_threads, device_note, pick_device
 from trainforge.runfolder import RunFolder
-from trainforge.signals import StopSignals
+from trainforge.signals import Stopped, StopSignals
 from trainforge.summary import show_summary, summarise
 from trainforge.wording import counted
 
@@ -36,7 +37,8 @@ def run_plan(plan: Plan, options: RunOptions) -> int:
     """Carry out a plan on this rank.
 
     Returns:
-        0 when the run did what it was asked to do, 3 when a signal stopped it after saving.
+        0 when the run did what it was asked to do, 3 when a signal stopped it after saving, or before there was
+        anything to save.
 
     Raises:
         TrainForgeError: the run cannot start (a `UserError`) or failed.
@@ -45,10 +47,67 @@ def run_plan(plan: Plan, options: RunOptions) -> int:
     console = TerminalConsole(silent=ranks.rank != 0)
     folder = RunFolder(options.run_dir or Path("runs") / plan.recipe.run.name)
     console.note(f"{plan.recipe.run.name}: {plan.origin} · folder {folder.path}")  # before torch is imported
-    device = pick_device(plan.recipe.run, ranks)
+    try:
+        with contextlib.ExitStack() as closing:
+            closing.push(_logging_errors(console))
+            return _run_on_this_rank(plan, options, ranks, folder, console, closing)
+    except Stopped as signal:
+        console.note(f"{signal}: stopped before the first step of this start, so nothing had to be saved")
+        return EXIT_STOPPED
+
+
+def _run_on_this_rank(
+    plan: Plan,
+    options: RunOptions,
+    ranks: Ranks,
+    folder: RunFolder,
+    console: TerminalConsole,
+    closing: contextlib.ExitStack,
+) -> int:
+    stop = StopSignals(at_once=True)
+    if ranks.world == 1:
+        closing.enter_context(stop)
     threads = default_threads(plan.recipe.run, ranks)
+    ctx = _context(plan, options, ranks, folder, console)
+    # First of all the ranks meet: while one waits for another no Python runs, so until then a signal just ends the
+    # process; from then on they notice when one of them gives up.
+    build_stages(plan, ctx, ("comm",), closing)
+    if ranks.world > 1:
+        closing.enter_context(stop)
+    if ranks.rank == 0:
+        _open(folder, console, options, closing)
+    for note in (*plan.notes, device_note(plan.recipe.run, ranks)):
+        if note:
+            console.note(note)
+    run = start(plan, options, ctx, folder, closing)
+    console.note(f"{ctx.device} · {counted(ranks.world, 'rank')} · {counted(threads, 'CPU thread')} per rank")
+    _from_now_on_save(stop, run)
+    return carry_out(run, _stop_requested(stop, console))
+
+
+def _from_now_on_save(stop: StopSignals, run: Run) -> None:
+    """Have signals wait for the end of a step; one that came to any rank before ends the start on all of them.
+
+    Raises:
+        Stopped: one came.
+    """
+    stop.at_once = False
+    try:
+        (stops,) = run.stages.comm.control([float(stop.name is not None)])
+    except RanksError:  # another rank has stopped already
+        if stop.name is None:
+            raise
+        stops = 1
+    if stops:
+        raise Stopped(stop.name or "a signal to another rank")
+
+
+def _context(
+    plan: Plan, options: RunOptions, ranks: Ranks, folder: RunFolder, console: TerminalConsole
+) -> Context:
+    device = pick_device(plan.recipe.run, ranks)
     plan.check(device.type, ranks.world)
-    ctx = Context(
+    return Context(
         run=plan.recipe.run,
         train=plan.recipe.train,
         model_config=plan.recipe.model,
@@ -64,26 +123,12 @@ def run_plan(plan: Plan, options: RunOptions) -> int:
         cache_dir=cache_dir(),
         console=console,
     )
-    with contextlib.ExitStack() as closing:
-        closing.push(_logging_errors(console))
-        # First of all the ranks meet: until then there is nothing to save, so a signal just ends the process, and from
-        # then on they notice when one of them gives up.
-        build_stages(plan, ctx, ("comm",), closing)
-        stop = closing.enter_context(StopSignals())
-        if ranks.rank == 0:
-            _open(folder, console, options, closing)
-        for note in (*plan.notes, device_note(plan.recipe.run, ranks)):
-            if note:
-                console.note(note)
-        run = start(plan, options, ctx, folder, closing)
-        console.note(f"{device} · {counted(ranks.world, 'rank')} · {counted(threads, 'CPU thread')} per rank")
-        return carry_out(run, lambda: _asked_to_stop(stop, console))
 
 
 def carry_out(run: Run, stop_requested: Callable[[], bool]) -> int:
     """Train, write the summary and tell observers how it ended."""
     if run.state.step >= run.steps:
-        return _finished_before(run)
+        return _finished_before(run, stop_requested)
     try:
         with _blaming_who_works(run):
             _start_report(run)
@@ -107,18 +152,29 @@ def _cadence(every: int | str | None) -> str:
     return f"every {every} steps" if isinstance(every, int) else f"every {every}"
 
 
-def _asked_to_stop(stop: StopSignals, console: TerminalConsole) -> bool:
-    if stop.name is None:
-        return False
-    again = "; a second Ctrl-C stops at once, without saving" if stop.name == "SIGINT" else ""
-    console.note(f"{stop.name}: stopping after this step and saving{again}")
-    return True
+def _stop_requested(stop: StopSignals, console: TerminalConsole) -> Callable[[], bool]:
+    """Whether a signal has come; the first time that one has, a person reads what follows."""
+    told = False
+
+    def requested() -> bool:
+        nonlocal told
+        if stop.name is None:
+            return False
+        if not told:
+            told = True
+            again = "; a second Ctrl-C stops at once, without saving" if stop.name == "SIGINT" else ""
+            console.note(f"{stop.name}: stopping after this step and saving{again}")
+        return True
+
+    return requested
 
 
 def _logging_errors(console: TerminalConsole) -> Callable[..., None]:
     """A callback for `ExitStack.push`: what ends the run is kept in its log (the command line shows it)."""
 
     def log(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Stopped):
+            return
         if isinstance(error, TrainForgeError):
             console.log(f"error: {error}")
         elif error is not None:
@@ -137,11 +193,18 @@ def _open(
         console.note(f"--fresh: what an earlier run left was moved to {moved}")
 
 
-def _finished_before(run: Run) -> int:
-    """Nothing is left to train. A run that was killed after its last save gets its summary now."""
+def _finished_before(run: Run, stop_requested: Callable[[], bool]) -> int:
+    """Nothing is left to train. What a run that ended after its last step had to leave out is made up for."""
     summary = run.folder.read_json("summary.json")
-    recorded = isinstance(summary, dict) and summary.get("steps") == run.state.step
-    if not run.stages.comm.gather(recorded)[0]:
+    here = isinstance(summary, dict) and summary.get("steps") == run.state.step
+    status = run.stages.comm.gather(summary.get("status") if here else None)[0]
+    if status == "stopped":
+        with _blaming_who_works(run):
+            try:
+                run.state.eval_loss = evaluate(run, stop_requested)
+            except EvaluationCut:
+                return EXIT_STOPPED
+    if status != "finished":
         _record(run, summarise(run, "finished"))
     run.console.note(
         f"this run is finished: {run.state.step} steps are done and the recipe asks for {run.steps}. Raise "

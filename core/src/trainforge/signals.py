@@ -1,4 +1,7 @@
-"""Stopping in order: a signal sets a flag, the loop reads it once per step on every rank, saves and ends."""
+"""Stopping in order: a signal sets a flag, the loop reads it once per step on every rank, saves and ends.
+
+Before the first step there is nothing to save. Then a signal ends the start at once, wherever it is.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,13 @@ def restore(before: dict[signal.Signals, Any]) -> None:
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
+class Stopped(BaseException):
+    """A stop signal came while there was nothing to save; its text names the signal.
+
+    Like KeyboardInterrupt it is no `Exception`, so that no plugin takes it for a failure of its own.
+    """
+
+
 class StopSignals:
     """A context in which stop signals are remembered instead of ending the process.
 
@@ -38,10 +48,12 @@ class StopSignals:
 
     Attributes:
         name: the first signal that came (`"SIGTERM"`), or None.
+        at_once: whether the first signal raises `Stopped` where it finds the program.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
         self.name: str | None = None
+        self.at_once = at_once
         self._interrupts = 0
         self._before: dict[signal.Signals, Any] = {}
 
@@ -60,3 +72,6 @@ class StopSignals:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
+        if self.at_once:
+            self.at_once = False  # once: what cleans up on the way out is left alone
+            raise Stopped(self.name)
