@@ -136,6 +136,8 @@ def _words(annotation: object) -> list[str]:
         return ["mapping"]
     if origin is not None and arguments:
         return [word for argument in arguments if argument is not type(None) for word in _words(argument)]
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [f"{{{', '.join(annotation.model_fields)}}}"]
     return [
         {"str": "text", "int": "integer", "float": "number", "bool": "true/false"}.get(
             _name(annotation), _name(annotation)

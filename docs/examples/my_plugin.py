@@ -34,8 +34,9 @@ class Lion(Optimizer):
             moment = slot.state["exp_avg"]
             grad = torch.nan_to_num(slot.grad * update.scale)  # scale is the clipping
             direction = torch.lerp(grad, moment, self.config.beta1).sign_()
-            slot.master.mul_(1 - go * update.lr * self.decay(slot.spec))
-            slot.master.sub_(direction * (go * update.lr))
+            lr = update.lr * slot.spec.lr_scale  # train.lr_groups
+            slot.master.mul_(1 - go * lr * self.decay(slot.spec))
+            slot.master.sub_(direction * (go * lr))
             moment.lerp_(grad, go * (1 - self.config.beta2))
 
     def decay(self, spec: ParameterSpec) -> float:

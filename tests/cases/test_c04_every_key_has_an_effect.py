@@ -74,6 +74,7 @@ EFFECTS = {
     "train.micro_batch": Effect(1, lambda s: s.cuts, [1] * 4, [2] * 4),
     "train.accumulate": Effect(2, lambda s: s.shapes, [(2, 32)] * 4, [(1, 32)] * 8),
     "train.lr": Effect(0.02, lambda s: max(rates(s)), 0.01, 0.02),
+    "train.lr_groups": Effect([{"match": "*embed*", "lr": 0.001, "scale": None}], digest),
     "train.schedule": Effect("constant", lambda s: rates(s)[-1], 0.0, 0.01),
     "train.warmup": Effect(2, lambda s: rates(s)[0], round(0.01 / 3, 10), 0.005),
     "train.decay": Effect(

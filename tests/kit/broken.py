@@ -264,6 +264,12 @@ class RateOfTheRecipe(ReferenceOptimizer):
         super().update(slots, replace(update, lr=self._train.lr))
 
 
+@breaks("optimizer", "test_learning_rate_groups_are_honoured", "slot.spec.lr_scale")
+class OneRateForAll(ReferenceOptimizer):
+    def update(self, slots, update):
+        super().update([replace(slot, spec=replace(slot.spec, lr_scale=1.0)) for slot in slots], update)
+
+
 @breaks("optimizer", "test_weight_decay_is_honoured", "decayed, although")
 class DecaysNorms(ReferenceOptimizer):
     def _decays(self, spec):

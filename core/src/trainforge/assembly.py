@@ -15,6 +15,7 @@ from trainforge.hooks import check_hooks
 from trainforge.ledger import Ledger
 from trainforge.live import BUILD_ORDER, Run, Stages
 from trainforge.resuming import find_checkpoint, resume
+from trainforge.schedule import with_rates
 from trainforge.seeding import derive_seed, seed_everything
 from trainforge.wishes import check_wishes
 
@@ -43,7 +44,9 @@ def start(
     found = find_checkpoint(ctx, folder, options)
     if found is not None and ctx.rank == 0:
         folder.check_resumable(recipe, options.allow_change)
-    build_stages(plan, ctx, ("model", "data"), closing)
+    build_stages(plan, ctx, ("model",), closing)
+    ctx.model.parameters = with_rates(ctx.model.parameters, ctx.train)
+    build_stages(plan, ctx, ("data",), closing)
     check_wishes(ctx)
     build_stages(plan, ctx, ("optimizer", "memory", "checkpoint"), closing)
     stages = Stages(**{name: ctx.built[name] for name in BUILD_ORDER})

@@ -21,6 +21,7 @@ FIXED = (
     "run.seed",
     "train.global_batch",
     "train.lr",
+    "train.lr_groups",
     "train.schedule",
     "train.warmup",
     "train.decay",

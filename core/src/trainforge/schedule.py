@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
+
+from trainforge.errors import ConfigError
+from trainforge.wording import did_you_mean
 
 if TYPE_CHECKING:
     from trainforge.sections import TrainSection
+    from trainforge.values import ParameterSpec
 
 
 def learning_rate(train: TrainSection, step: int, steps: int) -> float:
@@ -36,3 +43,29 @@ def _share(value: float, steps: int, *, below: float, inclusive: bool = False) -
     """Steps of a value that is a share of the run when it is below 1 (or at most 1, when `inclusive`)."""
     is_share = value <= below if inclusive else value < below
     return round(value * steps) if is_share else round(value)
+
+
+def with_rates(parameters: Sequence[ParameterSpec], train: TrainSection) -> tuple[ParameterSpec, ...]:
+    """The parameters with `lr_scale` set from `train.lr_groups`; of several groups that match, the last counts.
+
+    Raises:
+        ConfigError: a group that changes no parameter's rate.
+    """
+    chosen: dict[str, int] = {}
+    for index, group in enumerate(train.lr_groups):
+        matched = [spec for spec in parameters if any(fnmatchcase(name, group.match) for name in spec.names)]
+        if not matched:
+            meant = did_you_mean(group.match, (name for spec in parameters for name in spec.names))
+            raise ConfigError(f"train.lr_groups: {group.match} matches no parameter{meant}")
+        chosen |= {spec.name: index for spec in matched if spec.trainable}
+    for index, group in enumerate(train.lr_groups):
+        if index not in chosen.values():
+            raise ConfigError(
+                f"train.lr_groups: {group.match} has no effect, because all that it matches is frozen or matched by "
+                "a later group: leave it out, or move it to the end"
+            )
+    scales = [group.scale or (group.lr or 0.0) / train.lr for group in train.lr_groups]
+    return tuple(
+        replace(spec, lr_scale=scales[chosen[spec.name]]) if spec.name in chosen else spec
+        for spec in parameters
+    )

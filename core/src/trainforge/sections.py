@@ -44,6 +44,20 @@ class RunSection(Section):
     )
 
 
+class RateGroup(Section):
+    """Parameters that learn at another rate than the rest."""
+
+    match: str = Field(min_length=1, description="pattern of parameter names: `*.embed*`")
+    lr: float | None = Field(None, gt=0, description="their peak learning rate")
+    scale: float | None = Field(None, gt=0, description="their learning rate as a multiple of `train.lr`")
+
+    @model_validator(mode="after")
+    def _one_rate(self) -> RateGroup:
+        if (self.lr is None) == (self.scale is None):
+            raise ValueError("give either lr or scale")
+        return self
+
+
 class TrainSection(Section):
     """How long, how much per step, and the numbers of the optimizer."""
 
@@ -57,6 +71,11 @@ class TrainSection(Section):
         None, ge=1, description="micro-batches per step and rank; follows from the others"
     )
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    lr_groups: tuple[RateGroup, ...] = Field(
+        (),
+        description="other learning rates by name: `[{match: '*.embed*', lr: 1e-5}, {match: '*norm*', scale: 2}]`. "
+        "They follow the same schedule; of several that match, the last counts",
+    )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "cosine",
         description="after the warm-up: constant, linear or cosine to `lr_end`, or warmup-stable-decay",

@@ -57,6 +57,8 @@ class ParameterSpec:
         block: index of the repeated block that owns it; None for the stem and the head.
         experts: number of experts stacked along dimension 0; 0 when it is not an expert tensor.
         aliases: the other names of the same storage (tied weights).
+        lr_scale: what the learning rate of every step is multiplied with for this parameter; core sets it from
+            `train.lr_groups`, and every optimizer honours it.
     """
 
     name: str
@@ -66,6 +68,12 @@ class ParameterSpec:
     block: int | None = None
     experts: int = 0
     aliases: tuple[str, ...] = ()
+    lr_scale: float = 1.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name and its aliases."""
+        return (self.name, *self.aliases)
 
     @property
     def elements(self) -> int:
@@ -199,7 +207,7 @@ class Update:
 
     Attributes:
         step: 1-based step of the loop.
-        lr: learning rate of this step.
+        lr: learning rate of this step; that of a parameter is `lr * spec.lr_scale`.
         scale: 0-dim fp32, what gradients are multiplied with (clipping); on the device of the norm.
         found_inf: 0-dim fp32, 1.0 when a gradient somewhere is not finite: then nothing may change.
     """

@@ -35,8 +35,9 @@ class ReferenceOptimizer(Optimizer):
             exp_avg_sq = beta2 * slot.state["exp_avg_sq"] + (1 - beta2) * grad * grad
             denominator = (exp_avg_sq / (1 - beta2**step)).sqrt() + train.eps
             decay = train.weight_decay if self._decays(slot.spec) else 0.0
-            master = slot.master * (1 - update.lr * decay)
-            master = master - update.lr * (exp_avg / (1 - beta1**step)) / denominator
+            lr = update.lr * slot.spec.lr_scale
+            master = slot.master * (1 - lr * decay)
+            master = master - lr * (exp_avg / (1 - beta1**step)) / denominator
             fresh = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
             skip = update.found_inf > 0
             for key, value in fresh.items():

@@ -12,7 +12,7 @@ from trainforge.stages import Optimizer, ParameterSpec, Slot, StateSpec, Update
 
 
 class AdamW(Optimizer):
-    """Decoupled weight decay (Loshchilov and Hutter, 2019), one fused kernel call per decay group.
+    """Decoupled weight decay (Loshchilov and Hutter, 2019), one fused kernel call per decay and learning rate.
 
     Steps are counted per parameter: one that had no gradient in a step keeps its count, as its moments do.
     """
@@ -39,16 +39,19 @@ class AdamW(Optimizer):
 
     def update(self, slots: Sequence[Slot], update: Update) -> None:
         """Update masters and moments in place; with `found_inf` nothing changes, without asking the device."""
-        groups: dict[tuple[torch.device, float], list[Slot]] = {}
+        groups: dict[tuple[torch.device, float, float], list[Slot]] = {}
         for slot in slots:
             name = slot.spec.name
             if name not in self._decays:
                 self._decays[name] = self.decay(slot.spec)
-            groups.setdefault((slot.master.device, self._decays[name]), []).append(slot)
-        for (device, decay), group in groups.items():
-            self._update_group(group, decay, device, update)
+            key = (slot.master.device, self._decays[name], slot.spec.lr_scale)
+            groups.setdefault(key, []).append(slot)
+        for (device, decay, lr_scale), group in groups.items():
+            self._update_group(group, decay, update.lr * lr_scale, device, update)
 
-    def _update_group(self, slots: list[Slot], decay: float, device: torch.device, update: Update) -> None:
+    def _update_group(
+        self, slots: list[Slot], decay: float, lr: float, device: torch.device, update: Update
+    ) -> None:
         found_inf = update.found_inf.to(device, torch.float32, non_blocking=True)
         scale = update.scale.to(device, torch.float32, non_blocking=True)
         steps = [slot.state["step"] for slot in slots]
@@ -61,7 +64,7 @@ class AdamW(Optimizer):
             [slot.state["exp_avg_sq"] for slot in slots],
             [],
             steps,
-            lr=update.lr,
+            lr=lr,
             beta1=self.beta1,
             beta2=self.beta2,
             weight_decay=decay,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,10 +39,12 @@ class OptimizerConformance(PluginConformance):
         stage: Optimizer = build_stage(ctx, load_plugin(self.plugin), "optimizer", self.config)
         return stage
 
-    def slots(self, optimizer: Optimizer, *, seed: int = 0, parts: int = 1) -> list[Slot]:
+    def slots(
+        self, optimizer: Optimizer, *, seed: int = 0, parts: int = 1, lr_scale: float = 1.0
+    ) -> list[Slot]:
         """Slots with random masters and gradients, each tensor a view between guards; `parts` splits each."""
         slots = []
-        for spec in SPECS:
+        for spec in (replace(spec, lr_scale=lr_scale) for spec in SPECS):
             generator = torch.Generator().manual_seed(seed + spec.elements)
             master = torch.randn(spec.elements, generator=generator)
             grad = torch.randn(spec.elements, generator=generator)
@@ -130,6 +133,21 @@ class OptimizerConformance(PluginConformance):
         optimizer.update(slots, self.do(lr=0.0))
         after = {name: t for name, t in snapshot(slots).items() if name.endswith("master")}
         assert_same(after, before, "an update with lr = 0 (use `update.lr`)")
+
+    def test_learning_rate_groups_are_honoured(self, tmp_path: Path) -> None:
+        """A parameter with `lr_scale` 0.5 takes the step of half the learning rate; the others take a whole one."""
+        scaled, halved = self.optimizer(tmp_path), self.optimizer(tmp_path)
+        half, whole = self.slots(scaled, lr_scale=0.5), self.slots(scaled)
+        ours, wanted = [half[0], *whole[1:]], self.slots(halved)
+        for step in (1, 2):
+            scaled.update(ours, self.do(step, lr=0.01))
+            halved.update(wanted[:1], self.do(step, lr=0.005))
+            halved.update(wanted[1:], self.do(step, lr=0.01))
+        assert_same(
+            snapshot(ours),
+            snapshot(wanted),
+            "two updates with lr_scale = 0.5 on one parameter: its rate is `update.lr * slot.spec.lr_scale`",
+        )
 
     def test_weight_decay_is_honoured(self, tmp_path: Path) -> None:
         """`train.weight_decay` shrinks matrices and spares what `train.decay_exclude` names, by kind or pattern."""
