@@ -18,8 +18,8 @@ import xxhash
 
 from trainforge.errors import CheckpointError
 from trainforge.stages import Checkpoint, CheckpointInfo, Comm, Part, PartState
-from trainforge_plugins.dcp import folders, manifest
-from trainforge_plugins.dcp.layout import Chunk, Held, Row, held_tensors, plan_chunks
+from trainforge_plugins.dcp import folders, manifest, room
+from trainforge_plugins.dcp.layout import Chunk, Held, Row, bytes_of, held_tensors, plan_chunks, state_bytes
 from trainforge_plugins.dcp.manifest import Manifest, elements
 from trainforge_plugins.dcp.reading import load_spans
 from trainforge_plugins.dcp.saving import Save
@@ -77,6 +77,8 @@ class DcpCheckpoint(Checkpoint):
             unfinished = folders.clean(self._folder)
             if unfinished:
                 ctx.console.note(f"removed what {unfinished} unfinished save(s) had left in {self._folder}")
+        if {"model", "optimizer"} <= ctx.built.keys():  # else it was built to read or verify only
+            self._check_room(ctx)
 
     def save(self, step: int, parts: Mapping[str, Part]) -> None:
         """Snapshot the parts and write them; with `background`, the writing goes on after it has returned."""
@@ -88,7 +90,7 @@ class DcpCheckpoint(Checkpoint):
         except CheckpointError as problem:
             error = problem
         except OSError as problem:
-            error = folders.disk_error(problem, self._folder, 0)
+            error = room.disk_error(problem, self._folder, bytes_of(prepared.table))
         try:
             save_id = self._agree(step, prepared, error)
             save = Save(
@@ -163,6 +165,19 @@ class DcpCheckpoint(Checkpoint):
         finally:
             self._staging.close()
 
+    def _check_room(self, ctx: Context) -> None:
+        """Warn, or raise on every rank, when the disk is too small; the estimate leaves out what is not a weight."""
+        error = None
+        try:
+            if self._rank == 0:
+                each, count = state_bytes(ctx.model, ctx.optimizer), room.most_kept(ctx.train)
+                warning = room.check_room(self._folder, each, count)
+                if warning:
+                    ctx.console.warn(warning)
+        except CheckpointError as problem:
+            error = problem
+        self._raise_together(error, self._comm.gather(None if error is None else str(error)))
+
     def _prepare(self, step: int, parts: Mapping[str, Part], prepared: _Prepared) -> None:
         states = {name: part.state() for name, part in parts.items()}
         prepared.plain = _plain_copies(states)
@@ -219,7 +234,7 @@ class DcpCheckpoint(Checkpoint):
             if self._rank == 0:
                 self._prune(info.path)
         except OSError as error:
-            self._error = folders.disk_error(error, self._folder, 0)
+            self._error = room.disk_error(error, self._folder, save.bytes)
         except Exception as error:
             self._error = error
         finally:

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: committing by rename, pruning, leftovers, and what to say when the disk refuses.
+"""The folder of checkpoints: committing by rename, pruning, leftovers.
 
 step-00000012                  committed
 .tmp-step-00000012-SAVEID      being written; its folder is locked (flock) for as long as rank 0 lives
@@ -8,7 +8,6 @@ step-00000012                  committed
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -16,9 +15,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from trainforge.errors import CheckpointError
 from trainforge.stages import checkpoint_name, is_checkpoint_name
-from trainforge.units import format_bytes
 from trainforge_plugins.dcp.manifest import NAME
 
 _TEMPORARY, _REPLACED, _TRASH = ".tmp-", ".old-", ".trash-"
@@ -31,20 +28,28 @@ def temporary_folder(folder: Path, step: int, save_id: str) -> Path:
 
 def create_locked(path: Path) -> int:
     """Make a temporary folder and lock it; the file descriptor, when closed, gives the lock back."""
-    path.mkdir(parents=True)
+    _make_durably(path.parent)
+    path.mkdir()
     lock = os.open(path, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return lock
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Give a finished folder its name. A checkpoint of the same step makes way, and comes back if this is cut short."""
+    """Give a finished folder its name. A checkpoint of the same step makes way, and comes back if this fails."""
     fsync_folder(temporary)
     replaced = final.with_name(_REPLACED + final.name) if final.exists() else None
-    if replaced is not None:
-        final.rename(replaced)
-    temporary.rename(final)
-    fsync_folder(final.parent)
+    try:
+        if replaced is not None:
+            final.rename(replaced)
+        temporary.rename(final)
+        fsync_folder(final.parent)
+    except OSError:
+        if final.exists() and not temporary.exists():
+            final.rename(temporary)
+        if replaced is not None and replaced.exists():
+            replaced.rename(final)
+        raise
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
 
@@ -69,9 +74,10 @@ def prune(folder: Path, keep: int, latest: Path, writer: str, is_sound: Callable
 
 
 def discard(path: Path, reason: str) -> None:
-    """Delete a checkpoint; its name goes first, so that no folder of that name is ever incomplete."""
+    """Delete a checkpoint; its name goes first, on the disk too, so that no folder of that name is ever incomplete."""
     trash = path.with_name(f"{_TRASH}{path.name}-{os.getpid()}-{reason}")
     path.rename(trash)
+    fsync_folder(path.parent)
     shutil.rmtree(trash, ignore_errors=True)
 
 
@@ -80,8 +86,11 @@ def clean(folder: Path) -> int:
 
     A folder that a living process is writing to is left alone.
     """
+    leftovers = sorted(folder.iterdir()) if folder.is_dir() else []
+    if any(path.name.startswith((_TRASH, _REPLACED)) for path in leftovers):
+        fsync_folder(folder)  # the names that a killed process gave may not be on the disk yet
     unfinished = 0
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    for path in leftovers:
         if path.name.startswith(_TEMPORARY) and not _in_use(path):
             shutil.rmtree(path, ignore_errors=True)
             unfinished += 1
@@ -105,6 +114,14 @@ def fsync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def _make_durably(folder: Path) -> None:
+    """Make a folder and those above it that are missing, and bring their names to the disk."""
+    if not folder.is_dir():
+        _make_durably(folder.parent)
+        folder.mkdir(exist_ok=True)
+        fsync_folder(folder.parent)
+
+
 def forget_cached(path: Path) -> None:
     """Drop a file from the page cache, so that the next read comes from the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -112,28 +129,6 @@ def forget_cached(path: Path) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
-
-
-def disk_error(error: OSError, folder: Path, needed: int) -> CheckpointError:
-    """What a person should read when the disk refuses a save of `needed` bytes."""
-    intact = "earlier checkpoints are intact"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = format_bytes(_free_bytes(folder))
-        text = (
-            f"no room for a checkpoint in {folder}: it needs {format_bytes(needed)} and {free} are free; make room, "
-            f"or keep fewer with train.keep ({intact})"
-        )
-    else:
-        text = f"the checkpoint cannot be written to {folder}: {error.strerror or error}; {intact}"
-    failure = CheckpointError(text)
-    failure.__cause__ = error
-    return failure
-
-
-def _free_bytes(folder: Path) -> int:
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 def _in_use(path: Path) -> bool:

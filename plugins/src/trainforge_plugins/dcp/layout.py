@@ -51,6 +51,11 @@ Row = Sequence[Any]
 """`[tensor, shape, dtype, offset, length]`: an extent that a rank holds; JSON types, so that ranks can exchange it."""
 
 
+def bytes_of(table: Iterable[Row]) -> int:
+    """Bytes of the extents of a table."""
+    return sum(ITEM_BYTES[dtype] * length for _, _, dtype, _, length in table)
+
+
 @dataclass(frozen=True)
 class Held:
     """A tensor in memory that holds `[offset, offset + length)` of the global tensor, flattened."""

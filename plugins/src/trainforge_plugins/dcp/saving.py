@@ -21,7 +21,7 @@ from torch import Tensor
 from trainforge.errors import CheckpointError
 from trainforge.stages import CheckpointInfo, checkpoint_name
 from trainforge.units import format_seconds
-from trainforge_plugins.dcp import folders, manifest
+from trainforge_plugins.dcp import folders, manifest, room
 from trainforge_plugins.dcp.layout import Chunk, split_name
 from trainforge_plugins.dcp.manifest import FileEntry, Manifest, PartEntry, Span, TensorEntry
 from trainforge_plugins.dcp.staging import in_file_order
@@ -79,6 +79,11 @@ class Save:
         """What it will be called."""
         return self.folder / checkpoint_name(self.step)
 
+    @property
+    def bytes(self) -> int:
+        """What all ranks write."""
+        return sum(chunk.bytes for chunk in self.chunks)
+
     def chunks_of(self, rank: int) -> list[Chunk]:
         """A rank's chunks in file order."""
         return in_file_order([chunk for chunk in self.chunks if chunk.rank == rank])
@@ -113,7 +118,8 @@ class Save:
                 folders.forget_cached(path)
                 problem = manifest.verify_file(path, entry)
         except OSError as error:
-            problem = str(folders.disk_error(error, self.folder, sum(chunk.bytes for chunk in self.chunks)))
+            path.unlink(missing_ok=True)  # first, so that the free bytes are told that a person really has
+            problem = str(room.disk_error(error, self.folder, self.bytes))
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = f"{type(error).__name__}: {error}"
         if problem is None:
@@ -136,7 +142,7 @@ class Save:
                 self._record_path(rank).unlink()
             folders.commit(self.temporary, self.final)
         except OSError as error:
-            failure = folders.disk_error(error, self.folder, sum(chunk.bytes for chunk in self.chunks))
+            failure = room.disk_error(error, self.folder, self.bytes)
             self._give_up(str(failure))
             raise failure from error
         except Exception as error:
@@ -162,7 +168,7 @@ class Save:
             manifest.write_durably(self._record_path(self.rank), own.model_dump_json().encode())
         except OSError as error:
             if self.temporary.exists():  # else rank 0 has given up already
-                raise folders.disk_error(error, self.folder, 0) from error
+                raise room.disk_error(error, self.folder, self.bytes) from error
         if not self._wait_for(lambda: failed.exists() or not self.temporary.exists()):
             raise CheckpointError(
                 f"rank 0 has not committed step {self.step} after {format_seconds(self.timeout)}"
