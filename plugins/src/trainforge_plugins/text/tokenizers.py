@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +25,10 @@ DOCUMENT_END = 256
 """The token that ends a document in the byte vocabulary, after the 256 bytes."""
 
 _PROBE_SECONDS = 10.0  # longest wait for the hub to say whether it has a tokenizer
+END_TEXT = "\ufdd0"
+"""What stands for the document end of the byte vocabulary in a rendered conversation: a character that Unicode keeps
+for such use inside a program, so that no text has it."""
+
 BLOCK_BYTES = 1 << 16
 """Longest text that a Hugging Face tokenizer gets at once; bounds its memory, which is many times the text's."""
 
@@ -52,12 +58,18 @@ class Tokenizer(ABC):
         size: one more than the largest id it can give.
         end: the token that follows each document, or None when its vocabulary has none.
         fingerprint: differs when the tokens of some text differ.
+        special: texts that become control tokens wherever they stand.
+        variables: what chat templates may ask for (`eos_token`, `bos_token`, ...), with its text.
+        chat_template: the tokenizer's own chat template, or None.
     """
 
     name: str
     size: int
     end: int | None
     fingerprint: str
+    special: Sequence[str] = ()
+    variables: Mapping[str, str] = MappingProxyType({})
+    chat_template: str | None = None
 
     @property
     def dtype(self) -> np.dtype:
@@ -69,8 +81,20 @@ class Tokenizer(ABC):
         """Token ids of valid UTF-8, without any special token."""
 
     @abstractmethod
+    def encode_with_ends(self, text: str, cuts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids of a text with control tokens, and after which character each token ends; both int64 `[tokens]`.
+
+        `cuts` are the characters that matter; a tokenizer that cannot tell where its tokens end takes the text in
+        pieces between them.
+        """
+
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
+
+    @abstractmethod
+    def show(self, ids: Sequence[int]) -> str:
+        """The text of token ids, control tokens too, for a person."""
 
     def spec(self) -> TokenizerSpec | None:
         """What makes this tokenizer again in another process, or None when it cannot leave this one."""
@@ -84,6 +108,8 @@ class ByteTokenizer(Tokenizer):
     size = DOCUMENT_END + 1
     end = DOCUMENT_END
     fingerprint = "bytes-1"
+    special = (END_TEXT,)
+    variables = MappingProxyType({"eos_token": END_TEXT})
 
     def encode(self, text: bytes) -> np.ndarray:
         """The bytes themselves."""
@@ -92,6 +118,23 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the bytes; a broken character becomes U+FFFD and other tokens nothing."""
         return bytes(token for token in ids if token < DOCUMENT_END).decode("utf-8", "replace")
+
+    def encode_with_ends(self, text: str, cuts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes of each character, and the document end for `END_TEXT`."""
+        sizes = np.array([len(character.encode("utf-8")) for character in text], np.int64)
+        points = np.array([character == END_TEXT for character in text], bool)
+        sizes[points] = 1
+        ids = np.frombuffer(text.replace(END_TEXT, "\0").encode("utf-8"), np.uint8).astype(np.int64)
+        ids[(np.cumsum(sizes) - sizes)[points]] = DOCUMENT_END
+        return ids, np.repeat(np.arange(1, len(text) + 1), sizes)
+
+    def show(self, ids: Sequence[int]) -> str:
+        """The text, with `<end>` for the document end."""
+        parts, start, ids = [], 0, list(ids)
+        for at in [i for i, token in enumerate(ids) if token >= DOCUMENT_END] + [len(ids)]:
+            parts += [self.decode(ids[start:at]), "<end>" if at < len(ids) else ""]
+            start = at + 1
+        return "".join(parts)
 
     def spec(self) -> TokenizerSpec:
         """What makes it again."""
@@ -107,6 +150,8 @@ class LibraryTokenizer(Tokenizer):
         backend.no_padding()
         self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=0) + 1
         self._serialized: str = backend.to_str()
+        added = backend.get_added_tokens_decoder()
+        self.special = tuple(added[token].content for token in sorted(added) if added[token].special)
         self.fingerprint = hashlib.sha256(f"{end}{self._serialized}".encode()).hexdigest()[:32]
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -121,6 +166,15 @@ class LibraryTokenizer(Tokenizer):
         """The text of token ids, special tokens left out."""
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
 
+    def show(self, ids: Sequence[int]) -> str:
+        """The text, special tokens too."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+    def encode_with_ends(self, text: str, cuts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and ends of one tokenisation."""
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
+        return np.array(encoding.ids, np.int64), np.array([end for _, end in encoding.offsets], np.int64)
+
     def spec(self) -> TokenizerSpec:
         """What makes it again."""
         return TokenizerSpec(self.name, self.end, self._serialized)
@@ -133,6 +187,7 @@ class PythonTokenizer(Tokenizer):
         self.name, self.end, self._backend = name, end, backend
         vocabulary = backend.get_vocab()
         self.size = max(vocabulary.values(), default=0) + 1
+        self.special = tuple(backend.all_special_tokens)
         words = repr((type(backend).__name__, end, sorted(vocabulary.items())))
         hashed = hashlib.sha256(words.encode("utf-8", "backslashreplace"))
         for attribute in sorted(backend.vocab_files_names):  # merges and scores are in the files only
@@ -151,6 +206,21 @@ class PythonTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
+
+    def show(self, ids: Sequence[int]) -> str:
+        """The text, special tokens too."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+    def encode_with_ends(self, text: str, cuts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids piece by piece: a tokenizer written in Python does not say where its tokens end."""
+        ids: list[int] = []
+        ends: list[int] = []
+        edges = sorted({0, *cuts, len(text)})
+        for start, stop in pairwise(edges):
+            piece = self._backend.encode(text[start:stop], add_special_tokens=False)
+            ids += piece
+            ends += [stop] * len(piece)
+        return np.array(ids, np.int64), np.array(ends, np.int64)
 
 
 def chosen_tokenizer(ctx: Context, wanted: str) -> str:
@@ -189,8 +259,11 @@ def _from_file(name: str, path: Path) -> Tokenizer:
     except Exception as error:  # the library raises plain Exception
         raise DataError(f"text.tokenizer: {path} is not a tokenizer.json: {_first_line(error)}") from None
     known = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
-    ends = [backend.token_to_id(token) for token in known]
-    return LibraryTokenizer(name, backend, next((end for end in ends if end is not None), None))
+    ends = [(token, backend.token_to_id(token)) for token in known]
+    token, end = next(((token, end) for token, end in ends if end is not None), ("", None))
+    tokenizer = LibraryTokenizer(name, backend, end)
+    tokenizer.variables = {"eos_token": token} if token else {}
+    return tokenizer
 
 
 def _from_transformers(name: str, folder: Path | None) -> Tokenizer:
@@ -216,9 +289,17 @@ def _from_transformers(name: str, folder: Path | None) -> Tokenizer:
             "check the id and the network, or name a folder that holds it, or set text.tokenizer: bytes"
         ) from None
     backend = getattr(loaded, "backend_tokenizer", None)
-    if backend is None:
-        return PythonTokenizer(name, loaded, loaded.eos_token_id)
-    return LibraryTokenizer(name, backend, loaded.eos_token_id)
+    tokenizer: Tokenizer = (
+        PythonTokenizer(name, loaded, loaded.eos_token_id)
+        if backend is None
+        else LibraryTokenizer(name, backend, loaded.eos_token_id)
+    )
+    tokenizer.variables = {
+        key: str(value) for key, value in loaded.special_tokens_map.items() if isinstance(value, str)
+    }
+    if loaded.chat_template:  # a text, or several by name
+        tokenizer.chat_template = str(loaded.get_chat_template())
+    return tokenizer
 
 
 def _hub_trouble(name: str) -> Exception | None:
