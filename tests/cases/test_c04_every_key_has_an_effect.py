@@ -100,6 +100,7 @@ EFFECTS = {
         3, lambda s: s.error[:29], "the gradients of 2 steps in a", "the gradients of 3 steps in a", DIVERGES
     ),
     "model.config": Effect(MODEL | {"num_hidden_layers": 1}, lambda s: s.block_forwards, 4 * 2, 4),
+    "model.freeze": Effect(["model.layers.0.*"], digest),
     "model.attn": Effect("eager", lambda s: s.eager_attention, 0, 4 * 2),
     "text.path": Effect("other.txt", lambda s: s.series("loss")),
     "text.format": Effect("text", lambda s: "60 documents," in s.log, True, False, text(path=JSONL)),

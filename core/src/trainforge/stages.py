@@ -97,7 +97,7 @@ class ModelSpec(Stage, ABC):
     def flops_per_token(self, tokens: int) -> float:
         """Model FLOPs of forward and backward per token at sequence length `tokens`: 6·N plus causal attention.
 
-        N counts the parameters that a token really uses (active experts; no embedding look-up).
+        N counts the parameters that a token really uses (active experts; no embedding look-up). Frozen ones count 4.
         """
 
     @abstractmethod

@@ -7,7 +7,7 @@ the model is built.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -33,6 +33,11 @@ class ModelSection(Section):
     )
     factory: str | None = Field(
         None, description="`package.module:function` that returns a torch module or a ModelSpec of yours"
+    )
+    freeze: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (),
+        description="patterns of names of parameters that are not trained: `[model.embed_tokens.*, model.layers.0.*]`. "
+        "One that begins with `!` takes back what those before it froze: `['*', '!*norm*']`",
     )
     attn: Attention = Field(
         "auto",
@@ -81,13 +86,19 @@ def build(ctx: Context, config: ModelSection) -> ModelSpec:
     Raises:
         ConfigError: the model cannot be found or built; the message says why.
     """
+    from trainforge_plugins.hf.freeze import freeze
+
+    spec: ModelSpec
     if config.factory is not None:
         from trainforge_plugins.hf.factory import build_from_factory
 
-        return build_from_factory(ctx, config.factory, config)
-    from trainforge_plugins.hf.spec import build_transformers
+        spec = build_from_factory(ctx, config.factory, config)
+    else:
+        from trainforge_plugins.hf.spec import build_transformers
 
-    return build_transformers(ctx, config)
+        spec = build_transformers(ctx, config)
+    freeze(spec, config.freeze)
+    return spec
 
 
 @hookimpl

@@ -81,9 +81,9 @@ class FactoryModel(ModelSpec):
         self._weights = RandomWeights(module, seed, module_initialiser)
 
     def flops_per_token(self, tokens: int) -> float:
-        """6 per parameter that is not an embedding look-up; a module of the user's says nothing of attention."""
+        """6 per parameter (4 when it is frozen) that is not looked up; the module says nothing of attention."""
         counted = (s for s in self.parameters if s.kind != "embedding" or s.name in self.head_parameters)
-        return 6.0 * sum(spec.elements for spec in counted)
+        return sum((6.0 if spec.trainable else 4.0) * spec.elements for spec in counted)
 
     def load(self, name: str, out: Tensor, extent: Extent) -> None:
         """Fill `out` with a span of the parameter's initial weights."""
@@ -115,6 +115,13 @@ def _imported(name: str) -> Any:
     if not callable(function):
         raise ConfigError(f"model.factory: {module_name} has no function {function_name}")
     return function
+
+    def start_report(self) -> list[str]:
+        """How many parameters there are, and how many of them are trained."""
+        total = sum(spec.elements for spec in self.parameters)
+        trained = sum(spec.elements for spec in self.parameters if spec.trainable)
+        share = f", {trained:,} trainable" if trained != total else ""
+        return [f"model: {type(self.module).__name__}, {total:,} parameters{share}"]
 
 
 def _blocks(module: nn.Module) -> tuple[str, ...]:

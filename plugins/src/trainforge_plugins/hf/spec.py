@@ -91,9 +91,11 @@ class HuggingFaceModel(ModelSpec):
         self._check_head()
 
     def flops_per_token(self, tokens: int) -> float:
-        """Model FLOPs per token: 6 per active parameter, and causal attention."""
+        """Model FLOPs per token: 6 per active parameter (4 when it is frozen), and causal attention."""
         active = flops.active_parameters(self.parameters, self.head_parameters, self.text)
-        return 6.0 * active + flops.attention_flops(self.text, tokens)
+        frozen = [spec for spec in self.parameters if not spec.trainable]
+        spared = flops.active_parameters(frozen, self.head_parameters, self.text)
+        return 6.0 * active - 2.0 * spared + flops.attention_flops(self.text, tokens)
 
     def load(self, name: str, out: Tensor, extent: Extent) -> None:
         """Fill `out` with a span of the parameter's initial weights."""
@@ -172,7 +174,11 @@ class HuggingFaceModel(ModelSpec):
 
     def _balance_loss(self, logits: Any, hidden: Tensor, batch: Batch) -> Tensor:
         logits = tuple(logits)
-        if hidden.requires_grad and not any(layer.requires_grad for layer in logits):
+        if (
+            hidden.requires_grad
+            and not any(layer.requires_grad for layer in logits)
+            and self._trains_before_the_last_block()
+        ):
             raise IncompatibleError(
                 "the router's auxiliary loss gets no gradient from blocks that are recomputed without a graph; "
                 "set output_router_logits to false in the model's configuration, or choose another memory plugin"
@@ -184,6 +190,13 @@ class HuggingFaceModel(ModelSpec):
             logits, structure.expert_count(self.text), structure.active_experts(self.text), real
         )
         return loss * float(getattr(self.text, "router_aux_loss_coef", 0.001))
+
+    def _trains_before_the_last_block(self) -> bool:
+        """Whether something that is trained lies before the last router for certain."""
+        last = len(self.blocks) - 1
+        return any(
+            spec.trainable and spec.block is not None and spec.block < last for spec in self.parameters
+        )
 
     def _refuse_documents(self, documents: Tensor) -> None:
         if bool(((documents != documents[:, :1]) & (documents >= 0)).any()):
