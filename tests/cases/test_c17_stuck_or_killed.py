@@ -6,62 +6,19 @@ import re
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from tests.run.runs import write_recipe
-from tests.run.test_ranks import command, ranks_of, two_rank_recipe, wait_until
+from tests.run.test_ranks import command, ranks_of, two_rank_recipe
+from tests.support.processes import below, gone, shared_memory, wait_until, workers_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-WORKER = "text.worker"
 
 
 def start(recipe, run_dir, nproc):
     return subprocess.Popen(
         command(recipe, run_dir, nproc=nproc), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-
-
-def below(process):
-    """Process ids of all descendants."""
-    found, ahead = [], [process]
-    while ahead:
-        tasks = Path(f"/proc/{ahead.pop()}/task")
-        try:
-            children = [pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
-        except OSError:
-            children = []
-        ahead += [int(pid) for pid in children]
-        found += [int(pid) for pid in children]
-    return found
-
-
-def workers_of(process):
-    def is_worker(pid):
-        try:
-            return WORKER in Path(f"/proc/{pid}/cmdline").read_text()
-        except OSError:
-            return False
-
-    return [pid for pid in below(process) if is_worker(pid)]
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] not in "ZX"
-    except OSError:
-        return False
-
-
-def gone(pids, seconds=10):
-    end = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not any(map(alive, pids))
-
-
-def shared_memory():
-    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def big_recipe(folder):

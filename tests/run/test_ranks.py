@@ -9,6 +9,7 @@ import time
 
 import pytest
 from tests.run.runs import MODEL, Outcome, run, write_recipe
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -113,14 +114,6 @@ def ranks_of(launcher):
     return sorted(
         int(pid) for pid, parent, args in rows if int(parent) == launcher and "rank_process" in args
     )
-
-
-def wait_until(condition, process, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("launcher", ["forge", "torchrun"])

@@ -10,13 +10,23 @@ import time
 
 import pytest
 from tests.run.runs import run, write_recipe
+from tests.support.processes import below, gone, wait_until, workers_of
 
 LONG = {"steps": 100_000, "save_every": 3, "log_every": 1, "eval_every": 4}
 HELD_OUT = {"validation": 2}  # rows, so that there is something to evaluate
 
 
-def start(recipe, run_dir):
-    command = [sys.executable, "-m", "trainforge.cli", "run", str(recipe), "--run-dir", str(run_dir)]
+def start(recipe, run_dir, *options):
+    command = [
+        sys.executable,
+        "-m",
+        "trainforge.cli",
+        "run",
+        str(recipe),
+        "--run-dir",
+        str(run_dir),
+        *options,
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -58,6 +68,67 @@ def test_a_signal_before_the_first_step_ends_without_a_traceback(tmp_path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 3, out + err
     assert "Traceback" not in err
+
+
+SLOW_STAGE = """
+import time
+from dataclasses import replace
+
+from trainforge.hookspecs import hookimpl
+
+
+@hookimpl(wrapper=True)
+def forge_STAGE():
+    provider = yield
+
+    def build(ctx, config):
+        if ctx.rank in RANKS:
+            ctx.run_dir.mkdir(exist_ok=True)
+            (ctx.run_dir / f"busy-{ctx.rank}").touch()
+            time.sleep(60)
+        return provider.build(ctx, config)
+
+    return replace(provider, build=build)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("nproc", "stage", "busy"), [(1, "memory", [0]), (2, "model", [0, 1]), (2, "memory", [1])]
+)
+def test_a_signal_while_a_stage_starts_ends_all_ranks_at_once(tmp_path, number, nproc, stage, busy):
+    slow = tmp_path / "slow.py"
+    slow.write_text(SLOW_STAGE.replace("STAGE", stage).replace("RANKS", str(busy)))
+    recipe = write_recipe(tmp_path, text=HELD_OUT, train=LONG)
+    process = start(recipe, tmp_path / "run", "--plugins", str(slow), "--nproc", str(nproc))
+    wait_until(lambda: all((tmp_path / f"run/busy-{rank}").exists() for rank in busy), process)
+    check_that_it_stops_at_once(process, number, tmp_path / "run")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_signal_while_text_is_tokenised(tmp_path, nproc):
+    row = json.dumps({"text": "the whale swam by. " * 500}) + "\n"
+    (tmp_path / "rows.jsonl").write_text(row * 6000)
+    text = {"path": str(tmp_path / "rows.jsonl"), "workers": 2}
+    process = start(write_recipe(tmp_path, train=LONG, text=text), tmp_path / "run", "--nproc", str(nproc))
+    wait_until(lambda: len(workers_of(process.pid)) == 2, process)
+    check_that_it_stops_at_once(process, signal.SIGTERM, tmp_path / "run")
+
+
+def check_that_it_stops_at_once(process, number, run_dir):
+    family = below(process.pid)
+    process.send_signal(number)
+    began = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 3, out + err
+    assert time.monotonic() - began < 15
+    assert f"{number.name}: stopped before the first step of this start, so nothing had to be saved" in out
+    assert "Traceback" not in out + err
+    assert "error" not in out + err
+    assert not list(run_dir.glob("checkpoints/step-*"))
+    assert gone(family)
 
 
 @pytest.mark.slow

@@ -57,11 +57,12 @@ def launch(
         grace_s: how long ranks may take to save after a stop signal before they are killed.
         meet_s: how long to wait for the other hosts.
         module: what each rank runs.
-        log_dir: where the output of the other ranks goes; by default a temporary folder, kept after a failure.
+        log_dir: where the output of the other ranks goes; by default a temporary folder, kept when what is shown
+            names it.
 
     Returns:
         0 when every rank is done; 2 when the user must change something; 3 when stopped by a signal after
-        saving; else 1.
+        saving, or before there was anything to save; else 1.
 
     Raises:
         UserError: the rendezvous cannot be set up (no address, or a busy port).
@@ -77,11 +78,14 @@ def launch(
             agent = _Agent(nproc, nnodes, node_rank == 0, f"{host}:{port}", meet_s, (module, *argv), logs)
             watch = _Watch(agent, reports, grace_s)
             watch.until_ended()
-        code = _say_how_it_ended(watch, agent, read_reports(reports), logs)
+        text, code = _how_it_ended(watch, agent, read_reports(reports), logs)
     finally:
         shutil.rmtree(reports, ignore_errors=True)
-    if log_dir is None and code in (0, 2, STOPPED):
+    if log_dir is None and str(logs) not in text:
         shutil.rmtree(logs, ignore_errors=True)
+    if text:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
     return code
 
 
@@ -232,27 +236,33 @@ class _Watch:
         return bool(self.died) or any(report.exit_code not in (0, STOPPED) for report in reports.values())
 
 
-def _say_how_it_ended(watch: _Watch, agent: _Agent, reports: dict[int, RankReport], logs: Path) -> int:
+def _how_it_ended(
+    watch: _Watch, agent: _Agent, reports: dict[int, RankReport], logs: Path
+) -> tuple[str, int]:
+    """What a person reads, and the exit code."""
+    too_early = f"{watch.stopped_by}: stopped before the ranks had met, so nothing had to be saved"
     if agent.error is not None or watch.killed == "had not started":
-        return _say(_rendezvous_trouble(agent, watch), 1 if watch.stopped_by or agent.pids() else 2)
+        if watch.stopped_by and not agent.pids():
+            return too_early, STOPPED
+        return _rendezvous_trouble(agent), 1 if agent.pids() else 2
     failed = [report for report in reports.values() if report.exit_code not in (0, STOPPED)]
     crashed = [rank for rank in agent.exit_codes if rank not in reports]
     own = [report for report in failed if report.error != "RanksError"]
     if watch.killed:
-        return _say(f"The ranks {watch.killed}.", 1)
+        return f"The ranks {watch.killed}.", 1
     if own:
         # Every rank meets the same user's mistake; the lowest of the first ones speaks for all.
         first = min(own, key=lambda report: (report.exit_code != 2, report.at, report.rank))
-        return _say(_own_words(first, agent), 2 if first.exit_code == 2 else 1)
+        return _own_words(first, agent), 2 if first.exit_code == 2 else 1
     if crashed and watch.stopped_by and all(agent.exit_codes[rank] in _deaths_by_stop() for rank in crashed):
-        return _say(f"Stopped by {watch.stopped_by} before training had begun; nothing was saved.", 1)
+        return "" if reports else too_early, STOPPED
     by_us = (-signal.SIGTERM, -signal.SIGKILL)
     by_themselves = [rank for rank in crashed if rank in watch.died or agent.exit_codes[rank] not in by_us]
     if by_themselves or (crashed and not failed):
-        return _say(_crash([*by_themselves, *crashed][0], agent, logs), 1)
+        return _crash([*by_themselves, *crashed][0], agent, logs), 1
     if failed:  # what has not reported was stuck, and ended by us: those that waited for it name it
-        return _say(min(failed, key=lambda report: report.at).text, 1)
-    return STOPPED if any(report.exit_code == STOPPED for report in reports.values()) else 0
+        return min(failed, key=lambda report: report.at).text, 1
+    return "", STOPPED if any(report.exit_code == STOPPED for report in reports.values()) else 0
 
 
 def _own_words(report: RankReport, agent: _Agent) -> str:
@@ -275,21 +285,12 @@ def _log_tail(rank: int, agent: _Agent) -> str:
     return "" if log is None else "\n".join(log.read_text("utf-8", "replace").splitlines()[-_LOG_TAIL:])
 
 
-def _rendezvous_trouble(agent: _Agent, watch: _Watch) -> str:
-    if watch.stopped_by:
-        return f"Stopped by {watch.stopped_by} before training had begun; nothing was saved."
+def _rendezvous_trouble(agent: _Agent) -> str:
     if agent.pids():
         return f"The launcher failed: {type(agent.error).__name__}: {agent.error}"
     return (
         f"The hosts did not meet: {agent.error}; check --rdzv, --nnodes and that every host can reach host 0"
     )
-
-
-def _say(text: str, code: int) -> int:
-    if text:
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
-    return code
 
 
 def _deaths_by_stop() -> set[int]:

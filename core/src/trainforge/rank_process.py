@@ -25,7 +25,7 @@ LAUNCHER_PID = "TRAINFORGE_LAUNCHER_PID"
 """Environment variable: the process that ranks die with."""
 
 STOPPED = 3
-"""Exit code of a run that was stopped by a signal and has saved."""
+"""Exit code of a run that was stopped by a signal and has saved, or had nothing to save yet."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,7 @@ def _run(arguments: list[str]) -> int:
             return 1
         return end.code or 0
     except KeyboardInterrupt as error:
-        report_error(
-            error, "stopped at once by a second Ctrl-C; nothing was saved since the last checkpoint", 1
-        )
+        report_error(error, "stopped at once by a second Ctrl-C", 1)
         return 1
     except BaseException as error:
         report_error(error, _own_traceback(error), 1)

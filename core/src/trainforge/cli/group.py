@@ -38,7 +38,7 @@ class ForgeGroup(click.Group):
             raise
         except (Exception, KeyboardInterrupt) as error:
             _show(error, debugging(ctx))
-            ctx.exit(_exit_code(error))
+            ctx.exit(exit_code(error))
 
 
 def debug_option(command: Command) -> Command:
@@ -64,7 +64,8 @@ def arguments(ctx: click.Context) -> tuple[str, ...]:
     return tuple(ctx.meta.get(_ARGUMENTS, ()))
 
 
-def _exit_code(error: BaseException) -> int:
+def exit_code(error: BaseException) -> int:
+    """What the command line ends with after an error."""
     return error.exit_code if isinstance(error, TrainForgeError) else 1
 
 
@@ -73,21 +74,19 @@ def _show(error: BaseException, debug: bool) -> None:
     from trainforge.rank_process import report_error
 
     text = _text(error, debug)
-    if not report_error(error, text, _exit_code(error)):
+    if not report_error(error, text, exit_code(error)):
         click.echo(text, err=True)
 
 
 def _text(error: BaseException, debug: bool) -> str:
     if isinstance(error, KeyboardInterrupt):
-        text = "error: stopped at once by Ctrl-C; what was done since the last checkpoint is lost"
+        text = "error: stopped at once by Ctrl-C"
     elif isinstance(error, TrainForgeError):
         text = f"error: {error}"
     else:
         text = f"error: {type(error).__name__}: {error}"
     if debug:
         return f"{''.join(traceback.format_exception(error))}{text}"
-    return (
-        text
-        if isinstance(error, UserError | KeyboardInterrupt)
-        else f"{text}\nRun with --debug for the traceback."
-    )
+    worded = isinstance(error, UserError | KeyboardInterrupt)
+    lines = [text, *([] if worded else ["Run with --debug for the traceback."])]
+    return "\n".join([*lines, *getattr(error, "__notes__", [])])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainforge.cli.group import arguments, debug_option
+from trainforge.cli.group import arguments, debug_option, exit_code
 from trainforge.cli.shared import Choices, choice_options
 from trainforge.errors import ConfigError
 from trainforge.options import RunOptions
@@ -64,7 +64,7 @@ def run(
     """Train. RECIPE is a YAML file; without it ./forge.yaml, else the data plugin's quickstart recipe.
 
     The same run folder resumes. Exit codes: 0 done, 1 the run failed, 2 you must change something, 3 stopped by a
-    signal after saving.
+    signal after saving, or before there was anything to save.
     """
     from trainforge.rank_process import started_by_launcher
     from trainforge.ranks import Ranks, limit_spinning
@@ -76,17 +76,32 @@ def run(
     planned_world = ranks.world if ranks.world > 1 else (nproc or 1) * nnodes
     plan = choices.plan(more=more, world=planned_world)
     nproc = nproc or len(plan.recipe.run.devices or (0,))
+    options = RunOptions(**start)
     if started_by_launcher() or ranks.world > 1 or nproc * nnodes == 1:
-        ctx.exit(_one_rank(plan, RunOptions(**start)))
+        ctx.exit(_one_rank(plan, options, speaks=ranks.rank == 0 and not started_by_launcher()))
     from trainforge.launcher import launch
 
-    ctx.exit(launch(arguments(ctx), nproc, nnodes=nnodes, node_rank=node_rank, rdzv=rdzv))
+    code = launch(arguments(ctx), nproc, nnodes=nnodes, node_rank=node_rank, rdzv=rdzv)
+    if code == 1:
+        click.echo(_outlook(plan, options), err=True)
+    ctx.exit(code)
 
 
-def _one_rank(plan: Plan, options: RunOptions) -> int:
+def _one_rank(plan: Plan, options: RunOptions, *, speaks: bool) -> int:
     from trainforge.runner import run_plan
 
-    return run_plan(plan, options)
+    try:
+        return run_plan(plan, options)
+    except (Exception, KeyboardInterrupt) as error:
+        if speaks and exit_code(error) == 1:
+            error.add_note(_outlook(plan, options))
+        raise
+
+
+def _outlook(plan: Plan, options: RunOptions) -> str:
+    from trainforge.outlook import outlook
+
+    return outlook(options.run_dir or Path("runs") / plan.recipe.run.name)
 
 
 def _devices(text: str) -> list[int]:

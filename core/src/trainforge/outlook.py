@@ -1,0 +1,19 @@
+"""Where a run that has failed would go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainforge.checkpoints import list_checkpoints
+from trainforge.errors import CheckpointError
+
+
+def outlook(run_dir: Path) -> str:
+    """The last line that a person reads after a failure: from which step the run resumes, or that nothing was saved."""
+    try:
+        found = list_checkpoints(run_dir / "checkpoints")
+    except (CheckpointError, OSError):
+        return f"What was saved cannot be told: look into {run_dir / 'checkpoints'}."
+    if not found:
+        return "Nothing was saved: the next start begins at step 1."
+    return f"Run again to resume from step {found[-1].step}, the newest checkpoint in {run_dir}."

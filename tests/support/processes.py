@@ -1,0 +1,65 @@
+"""The processes and shared memory of a run, seen from outside."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+WORKER = "text.worker"
+
+
+def below(process):
+    """Process ids of all descendants."""
+    found, ahead = [], [process]
+    while ahead:
+        tasks = Path(f"/proc/{ahead.pop()}/task")
+        try:
+            children = [pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+        except OSError:
+            children = []
+        ahead += [int(pid) for pid in children]
+        found += [int(pid) for pid in children]
+    return found
+
+
+def command_line(pid):
+    """Arguments of a process; empty when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def workers_of(process):
+    """Process ids of the tokenising workers below a process."""
+    return [pid for pid in below(process) if WORKER in command_line(pid)]
+
+
+def alive(pid):
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] not in "ZX"
+    except OSError:
+        return False
+
+
+def gone(pids, seconds=10):
+    """Whether all processes end within some seconds."""
+    end = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def shared_memory():
+    """Names of the segments in /dev/shm."""
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def wait_until(condition, process, seconds=120):
+    """Wait for something that a process does while it runs."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.05)
