@@ -14,20 +14,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from trainforge.errors import CheckpointError
+from trainforge_plugins.dcp.dtypes import CHUNK_BYTES, ITEM_BYTES
 from trainforge_plugins.dcp.manifest import elements
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from trainforge.stages import ModelSpec, Optimizer, PartState
-
-CHUNK_BYTES = 64 * 2**20
-
-ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "bool": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
-}  # fmt: skip
-"""The dtypes that can be saved (PyTorch's names), with the bytes of an element."""
 
 
 @dataclass(frozen=True)

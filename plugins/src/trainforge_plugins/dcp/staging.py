@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainforge_plugins.dcp.layout import ITEM_BYTES, Chunk, Held
+from trainforge_plugins.dcp.dtypes import ITEM_BYTES
+from trainforge_plugins.dcp.layout import Chunk, Held
 
 SLAB_BYTES = 256 * 2**20
 """Size of a buffer. A power of two, since page-locked allocations are rounded up to one."""

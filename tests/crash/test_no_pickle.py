@@ -1,0 +1,70 @@
+"""Verifying and resuming load no pickle: an interpreter whose audit hook refuses to find a class does both."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.run.runs import run, write_recipe
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import pickle, sys, _pickle
+from pathlib import Path
+import torch, transformers
+import trainforge, trainforge_plugins.dcp.checkpoint, trainforge_plugins.hf.spec, trainforge_plugins.text.data
+from trainforge.checkpoints import list_checkpoints, verify_checkpoint
+
+recipe, run_dir = map(Path, sys.argv[1:3])
+found, tried = [], []
+
+def hook(event, arguments):
+    if event == "pickle.find_class":
+        found.append(arguments)
+        raise RuntimeError(f"a pickle asks for {arguments}")
+
+def refuse(name):
+    def refused(*arguments, **options):
+        tried.append(name)
+        raise RuntimeError(f"{name} was called")
+    return refused
+
+sys.addaudithook(hook)
+for module, names in ((pickle, ("load", "loads", "Unpickler")), (_pickle, ("load", "loads", "Unpickler")),
+                      (torch, ("load",)), (torch.serialization, ("load",))):
+    for name in names:
+        setattr(module, name, refuse(f"{module.__name__}.{name}"))
+
+(info,) = list_checkpoints(run_dir / "checkpoints")
+assert verify_checkpoint(info) == []
+assert trainforge.run(recipe, run_dir=run_dir) == 0
+assert found == tried == [], (found, tried)
+
+# the hook does watch: an unpickler that was kept aside is noticed
+try:
+    KEPT(b"cos\\nsystem\\n.")
+except RuntimeError as error:
+    print("noticed" if found else "not noticed")
+""".replace("import pickle, sys, _pickle", "import pickle, sys, _pickle\nKEPT = pickle.loads")
+
+
+@pytest.mark.slow
+def test_resume_and_verify_read_no_pickle(tmp_path: Path):
+    recipe = write_recipe(tmp_path, train={"steps": 4})
+    run(recipe, tmp_path / "run", max_steps=2)
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, recipe, tmp_path / "run"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "resumed from step 2" in result.stdout
+    assert result.stdout.endswith("noticed\n")
+    assert not result.stdout.endswith("not noticed\n")
