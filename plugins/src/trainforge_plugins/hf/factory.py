@@ -99,6 +99,13 @@ class FactoryModel(ModelSpec):
         logits: Tensor = self.module.head(hidden)
         return logits
 
+    def start_report(self) -> list[str]:
+        """How many parameters there are, and how many of them are trained."""
+        total = sum(spec.elements for spec in self.parameters)
+        trained = sum(spec.elements for spec in self.parameters if spec.trainable)
+        share = f", {trained:,} trainable" if trained != total else ""
+        return [f"model: {type(self.module).__name__}, {total:,} parameters{share}"]
+
 
 def _imported(name: str) -> Any:
     module_name, _, function_name = name.partition(":")
@@ -115,13 +122,6 @@ def _imported(name: str) -> Any:
     if not callable(function):
         raise ConfigError(f"model.factory: {module_name} has no function {function_name}")
     return function
-
-    def start_report(self) -> list[str]:
-        """How many parameters there are, and how many of them are trained."""
-        total = sum(spec.elements for spec in self.parameters)
-        trained = sum(spec.elements for spec in self.parameters if spec.trainable)
-        share = f", {trained:,} trainable" if trained != total else ""
-        return [f"model: {type(self.module).__name__}, {total:,} parameters{share}"]
 
 
 def _blocks(module: nn.Module) -> tuple[str, ...]:
