@@ -23,6 +23,14 @@ _LLAMA = {
 }
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
 _DIFFERENCES = {
     "llama": {},
     "qwen2": {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1},
@@ -46,6 +54,14 @@ _DIFFERENCES = {
         "intermediate_size_mlp": 48,
         "attention_chunk_size": 4,
     },
+    "qwen3_next": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        **_HYBRID,
+        **_MOE,
+    },
+    "qwen3_5_text": {"head_dim": 8, **_HYBRID},
     "deepseek_v3": {
         "n_routed_experts": 4,
         "q_lora_rank": 16,

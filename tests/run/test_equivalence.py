@@ -6,73 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.run.runs import MODEL, run, write_recipe
-from transformers import AutoConfig, AutoModelForCausalLM
-
-import trainforge
-from trainforge.plan_sizes import describe_model
-from trainforge.planning import make_plan
+from tests.support.plain_loop import EPS, plain_loop
 
 STEPS = 8
-# with 1e-8, an element whose gradient is only rounding still takes a whole step of Adam, in a random direction
-EPS = 1e-6
 # llama has no bias on its keys: that bias has a gradient of zero plus rounding, which Adam would blow up to full steps
 NO_DROPOUT = {"config": MODEL | {"attention_dropout": 0.0, "model_type": "llama"}}
-
-
-def initial_weights(recipe):
-    """The model's initial weights, through the model stage alone."""
-    spec, _ = describe_model(make_plan(recipe))
-    weights = {}
-    for parameter in spec.parameters:
-        out = torch.empty(parameter.elements)
-        spec.load(parameter.name, out, parameter.extent)
-        weights[parameter.name] = out.view(parameter.shape)
-    return weights
-
-
-def plain_loop(recipe, lr, clip, weight_decay):
-    """transformers' model, torch's AdamW and clipping on the batches of the data stage; none of our code after that."""
-    from trainforge_plugins.text.data import TextData
-
-    batches, take = [], TextData.take
-
-    def recording(self, count):
-        batches.append(take(self, count))
-        return batches[-1]
-
-    TextData.take = recording
-    try:
-        trainforge.run(recipe, run_dir=recipe.parent / "recording")
-    finally:
-        TextData.take = take
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**NO_DROPOUT["config"]), attn_implementation="sdpa"
-    )
-    model.load_state_dict(initial_weights(recipe), strict=False)
-    model.tie_weights()
-    no_decay = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
-    decay = [p for n, p in model.named_parameters() if not (p.ndim == 1 or "embed" in n)]
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=EPS)
-    losses = []
-    for step in batches:
-        tokens = sum(int((batch.labels != -100).sum()) for batch in step)
-        total = 0.0
-        for batch in step:
-            logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids).logits
-            loss = (
-                torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), batch.labels.flatten(), reduction="sum"
-                )
-                / tokens
-            )
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses, model
 
 
 def test_the_same_losses_and_weights_as_plain_pytorch(tmp_path):
@@ -86,7 +24,7 @@ def test_the_same_losses_and_weights_as_plain_pytorch(tmp_path):
         "warmup": 0,
     }
     recipe = write_recipe(tmp_path, 20, train=train, model=NO_DROPOUT)
-    losses, model = plain_loop(recipe, lr=1e-3, clip=1.0, weight_decay=0.1)
+    losses, model = plain_loop(recipe, NO_DROPOUT["config"], lr=1e-3)
     outcome = run(recipe, tmp_path / "run")
     assert outcome.series("loss") == pytest.approx(losses, rel=1e-6)
     final = weights_of(outcome.folder)
