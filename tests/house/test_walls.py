@@ -17,7 +17,7 @@ PLUGIN_SOURCES = [ROOT / folder / "src" for folder in ("plugins", "loongforge_pl
 TELLING = {"hf", "ddp", "fsdp", "adamw", "dcp", "nexus", "sculptor", "dali", "cpu_adam"}
 # Names that are also plain words (a CUDA stream, the text of a message): no string of core may
 # be exactly that, alone, in a list like "a,b", or after --plugins.
-PLAIN = {"text", "resident", "progress", "jsonl", "stream", "vault", "shm"}
+PLAIN = {"text", "resident", "progress", "jsonl", "tensorboard", "stream", "vault", "shm"}
 LIST = re.compile(r"\s*[\w-]+(\s*,\s*[\w-]+)*\s*")
 # file: {name: why it may stand there}
 ALLOWED: dict[str, dict[str, str]] = {}
