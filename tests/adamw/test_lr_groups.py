@@ -6,7 +6,8 @@ import pytest
 import torch
 from tests.adamw.test_adamw import make, make_slots, update
 from tests.run.runs import run, write_recipe
-from tests.run.test_equivalence import initial_weights, weights_of
+from tests.run.test_equivalence import weights_of
+from tests.support.plain_loop import initial_weights
 
 from trainforge.errors import ConfigError
 from trainforge.plan_sizes import describe_model

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tests.hf import tiny
 from tests.run.runs import MODEL, run, write_recipe
-from tests.run.test_equivalence import initial_weights, weights_of
+from tests.run.test_equivalence import weights_of
+from tests.support.plain_loop import initial_weights
 from torch import nn
 
 from trainforge.errors import ConfigError
