@@ -47,7 +47,7 @@ def verify_checkpoint(info: CheckpointInfo) -> list[str]:
     Raises:
         SelectionError: that plugin is not installed.
     """
-    reader = _reader(info)
+    reader = open_reader(info)
     try:
         return reader.verify(info.path)
     finally:
@@ -87,8 +87,12 @@ def _info(step: int, path: Path) -> CheckpointInfo:
     return CheckpointInfo(step, path, about["writer"], size, about["saved_at"])
 
 
-def _reader(info: CheckpointInfo) -> Checkpoint:
-    """The checkpoint stage that wrote it, built for one process."""
+def open_reader(info: CheckpointInfo) -> Checkpoint:
+    """The checkpoint stage that wrote it, built for one process. The caller closes it.
+
+    Raises:
+        SelectionError: the plugin that wrote it is not installed.
+    """
     import torch
 
     from trainforge.context import Batching, Context, SilentConsole

@@ -22,10 +22,18 @@ def weights_digest(parameters: Iterable[ParameterSpec], weights: Callable[[str],
         weights: gives a parameter's whole fp32 master on the CPU (`Memory.weights`); called one at a time, in the
             same order on every rank.
     """
+    return combined_digest(parameters, lambda name: content_digest(weights(name)))
+
+
+def content_digest(weight: Tensor) -> str:
+    """xxh3-128 of the row-major bytes of a tensor on the CPU."""
+    return xxhash.xxh3_128(weight.contiguous().numpy().tobytes()).hexdigest()
+
+
+def combined_digest(parameters: Iterable[ParameterSpec], content: Callable[[str], str]) -> str:
+    """`weights_digest`, given the `content_digest` of each trainable parameter by name."""
     total = xxhash.xxh3_128()
     for spec in sorted(parameters, key=lambda spec: spec.name):
-        if not spec.trainable:
-            continue
-        content = xxhash.xxh3_128(weights(spec.name).contiguous().numpy().tobytes()).hexdigest()
-        total.update(f"{spec.name} {list(spec.shape)} {content}\n".encode())
+        if spec.trainable:
+            total.update(f"{spec.name} {list(spec.shape)} {content(spec.name)}\n".encode())
     return total.hexdigest()

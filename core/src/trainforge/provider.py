@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 if TYPE_CHECKING:
     from trainforge.context import Context
-    from trainforge.stages import ModelSpec
+    from trainforge.stages import ModelSpec, Tokenizer
 
 StageName = Literal["model", "data", "memory", "comm", "optimizer", "checkpoint"]
 STAGES: tuple[StageName, ...] = ("model", "data", "memory", "comm", "optimizer", "checkpoint")
@@ -78,6 +78,8 @@ class Provider:
             every installed plugin.
         quickstart: `"package:path"` of a recipe in package data, used when there is no other recipe.
         estimate: `estimate(ctx, model, config)` for `forge plan`; None when the stage needs next to nothing.
+        tokenizer: data only: `tokenizer(ctx, config)` gives the tokenizer alone, for `forge export` and `forge
+            sample`: the data is not touched, and nothing is built before it. None when there is none.
     """
 
     build: Callable[[Context, Any], Any]
@@ -86,3 +88,4 @@ class Provider:
     default: bool = False
     quickstart: str | None = None
     estimate: Callable[[Context, ModelSpec, Any], Estimate] | None = None
+    tokenizer: Callable[[Context, Any], Tokenizer] | None = None

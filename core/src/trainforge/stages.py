@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
+from trainforge.errors import UserError
 from trainforge.values import (
     IGNORED,
     Batch,
+    CheckpointInfo,
     Extent,
     FlatBuffer,
     NamedTensor,
@@ -26,6 +27,7 @@ from trainforge.values import (
     Sink,
     Slot,
     StateSpec,
+    Tokenizer,
     Update,
     UpdateFunction,
 )
@@ -56,6 +58,7 @@ __all__ = [
     "Slot",
     "Stage",
     "StateSpec",
+    "Tokenizer",
     "Update",
     "UpdateFunction",
     "checkpoint_name",
@@ -122,6 +125,14 @@ class ModelSpec(Stage, ABC):
     @abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[n, vocab]` of hidden states `[n, width]`, with the model's scale, bias and soft cap."""
+
+    def export(self, out: Path, weights: Callable[[str], Tensor], dtype: Literal["bf16", "fp32"]) -> None:
+        """Write the model into the empty folder `out`, in the format in which others read it (`forge export`).
+
+        `weights(name)` gives a parameter or a persistent buffer, whole and on the CPU (masters are fp32), read anew at
+        each call: ask for few at a time. `module` stays on meta. `dtype` is that of the weights in the files.
+        """
+        raise UserError(f"this model has no format to be exported in ({type(self).__name__})")
 
     def start_report(self) -> list[str]:
         """Lines for the start report, such as which attention kernel was taken and why."""
@@ -318,7 +329,7 @@ class Memory(Stage, ABC):
 
     @abstractmethod
     def state(self) -> PartState:
-        """Masters and optimizer state of the extents this rank holds. Working copies are never saved."""
+        """Masters (key `master`) and optimizer state of the extents this rank holds, persistent buffers (`buffer`)."""
 
     @abstractmethod
     def load(self, version: int, data: dict[str, Any]) -> None:
@@ -338,17 +349,6 @@ class Optimizer(Stage, ABC):
 
         With `found_inf` set, every master and all state (also the count of steps) stay as they are.
         """
-
-
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """A committed checkpoint. `writer` is the plugin that wrote it; `bytes` its size on disk."""
-
-    step: int
-    path: Path
-    writer: str
-    bytes: int
-    saved_at: float
 
 
 class Checkpoint(Stage, ABC):

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor
 
@@ -233,6 +235,30 @@ class NamedTensor:
     key: str
     extent: Extent
     tensor: Tensor
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A committed checkpoint. `writer` is the plugin that wrote it; `bytes` its size on disk."""
+
+    step: int
+    path: Path
+    writer: str
+    bytes: int
+    saved_at: float
+
+
+class Tokenizer(Protocol):
+    """Text as token ids and back, as the data stage does it, without its data (`Provider.tokenizer`)."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, no special tokens added."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+
+    def save(self, out: Path) -> None:
+        """Write the files from which others read this tokenizer into the folder `out`."""
 
 
 @dataclass(frozen=True)

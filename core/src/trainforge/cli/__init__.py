@@ -7,10 +7,12 @@ import click
 from trainforge import __version__
 from trainforge.cli.checkpoints import checkpoints
 from trainforge.cli.doctor import doctor
+from trainforge.cli.export import export
 from trainforge.cli.group import ForgeGroup, debug_option
 from trainforge.cli.plan import plan
 from trainforge.cli.plugins import plugins
 from trainforge.cli.run import run
+from trainforge.cli.sample import sample
 
 __all__ = ["main"]
 
@@ -24,5 +26,5 @@ def main() -> None:
     """Train a model from one recipe, and choose per run how each stage of training is done."""
 
 
-for _command in (run, plan, plugins, checkpoints, doctor):
+for _command in (run, plan, plugins, checkpoints, export, sample, doctor):
     main.add_command(_command)

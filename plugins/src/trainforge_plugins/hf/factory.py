@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -88,6 +89,15 @@ class FactoryModel(ModelSpec):
     def load(self, name: str, out: Tensor, extent: Extent) -> None:
         """Fill `out` with a span of the parameter's initial weights."""
         self._weights.fill(self._specs[name], out, extent)
+
+    def export(self, out: Path, weights: Callable[[str], Tensor], dtype: Literal["bf16", "fp32"]) -> None:
+        """Write `model.safetensors`: the module's state, tied parameters once, for `safetensors.torch.load_model`.
+
+        The header's metadata names the others (`aliases`: JSON, other name to stored name).
+        """
+        from trainforge_plugins.hf.export import export_module
+
+        export_module(self.module, self.parameters, out, weights, dtype)
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Run the module's `hidden`."""

@@ -6,9 +6,9 @@ import contextlib
 import inspect
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ class HuggingFaceModel(ModelSpec):
     def __init__(
         self, config: Any, folder: Path | None, section: ModelSection, seed: int, device: torch.device
     ) -> None:
-        self.config = config
+        self.config, self.folder = config, folder
         self.text = config.get_text_config()
         model_class = _model_class(config)
         self.attention = attention.choose(section.attn, model_class, self.text, device)
@@ -135,6 +135,13 @@ class HuggingFaceModel(ModelSpec):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[n, vocab]` of hidden states `[n, width]`."""
         return self._head(hidden)
+
+    def export(self, out: Path, weights: Callable[[str], Tensor], dtype: Literal["bf16", "fp32"]) -> None:
+        """Write a folder that `from_pretrained` reads: configuration, generation configuration, safetensors."""
+        from trainforge_plugins.hf.export import export_folder
+
+        with _quiet():
+            export_folder(self.module, self.folder, self.parameters, self.blocks, out, weights, dtype)
 
     def start_report(self) -> list[str]:
         """How many parameters there are and how attention and experts are computed."""

@@ -14,6 +14,7 @@ from trainforge.units import Seconds
 if TYPE_CHECKING:
     from trainforge.context import Context
     from trainforge.stages import Data, ModelSpec
+    from trainforge_plugins.text.exported import RunTokenizer
 
 
 class TextSection(Section):
@@ -90,6 +91,13 @@ def estimate(ctx: Context, model: ModelSpec, config: TextSection) -> Estimate:
     return Estimate(disk={"token cache": tokens * width}, row_tokens=config.max_len)
 
 
+def tokenizer(ctx: Context, config: TextSection) -> RunTokenizer:
+    """The configured tokenizer alone."""
+    from trainforge_plugins.text.exported import RunTokenizer
+
+    return RunTokenizer(ctx, config)
+
+
 @hookimpl
 def forge_data() -> Provider:
     """The default data stage."""
@@ -99,4 +107,5 @@ def forge_data() -> Provider:
         default=True,
         quickstart="trainforge_plugins.text:quickstart.yaml",
         estimate=estimate,
+        tokenizer=tokenizer,
     )

@@ -1,0 +1,117 @@
+"""`forge export` and `forge sample` as a person calls them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from tests.run.runs import write_recipe
+
+import trainforge
+from trainforge.cli import main
+
+
+def forge(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="forge")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps; its text, and the cache of it, are gone."""
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = write_recipe(folder, train={"steps": 3, "save_every": 1, "keep": 2})
+    assert trainforge.run(recipe, run_dir=folder / "run") == 0
+    (folder / "text.txt").unlink()
+    shutil.rmtree(folder / "cache")
+    return folder / "run"
+
+
+@pytest.fixture
+def run_dir(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return trained
+
+
+def continuation(result: Result, prompt: str) -> str:
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(prompt)
+    return result.stdout[len(prompt) : -1]
+
+
+def test_a_greedy_sample_is_what_transformers_generates_from_the_export(run_dir: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert forge("export", run_dir, "out", "--dtype", "fp32").exit_code == 0
+    model = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained("out", local_files_only=True)
+    ids = tokenizer("the whale ", return_tensors="pt", add_special_tokens=False).input_ids
+    expected = model.generate(ids, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    result = forge("sample", run_dir, "the whale ", "--tokens", 20, "--temperature", 0)
+    assert continuation(result, "the whale ") == tokenizer.decode(expected[0, ids.shape[1] :])
+    assert "step 3: 20 tokens at " in result.stderr
+
+
+def test_seed_and_step_decide_what_is_drawn(run_dir: Path):
+    def drawn(*options: object) -> str:
+        return continuation(forge("sample", run_dir, "whale", "--tokens", 30, *options), "whale")
+
+    assert drawn() == drawn("--seed", 0) == drawn("--step", 3)
+    assert drawn() != drawn("--seed", 1)
+    assert drawn() != drawn("--step", 2)
+
+
+def test_a_sample_reads_no_optimizer_state(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    from trainforge_plugins.dcp.checkpoint import DcpCheckpoint
+
+    restore, keys = DcpCheckpoint.restore, set()
+
+    def watching(self, parts, path):
+        keys.update(named.key for part in parts.values() for named in part.state().tensors)
+        restore(self, parts, path)
+
+    monkeypatch.setattr(DcpCheckpoint, "restore", watching)
+    assert forge("sample", run_dir, "whale", "--tokens", 1).exit_code == 0
+    assert keys == {"master"}
+
+
+def test_export_says_what_it_wrote(run_dir: Path):
+    result = forge("export", run_dir, "out")
+    digest = json.loads((run_dir / "summary.json").read_text())["weights_digest"]
+    assert result.stdout == f"exported to out (bf16, weights_digest {digest})\n"
+    assert forge("export", run_dir, "out").exit_code == 2
+    assert forge("export", run_dir, "out", "--force").exit_code == 0
+    assert sorted(path.name for path in Path().iterdir()) == ["out", "out.old-1"]
+
+
+@pytest.mark.parametrize("command", [("export", "OUT"), ("sample", "whale")])
+def test_wrong_runs_and_steps_are_one_sentence(command: tuple[str, str], run_dir: Path, tmp_path: Path):
+    name, last = command
+
+    def refused(run: object, *options: object) -> str:
+        result = forge(name, run, last, *options)
+        assert result.exit_code == 2, result.output
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+        assert not Path("OUT").exists()
+        return result.stderr
+
+    assert "nowhere is no run folder" in refused("nowhere")
+    (tmp_path / "empty/checkpoints").mkdir(parents=True)
+    assert "no committed checkpoint yet" in refused("empty")
+    assert "kept are 2, 3" in refused(run_dir, "--step", 9)
+    shutil.copytree(run_dir / "checkpoints", tmp_path / "bare/checkpoints")
+    assert "no recipe.yaml" in refused("bare")
+
+
+def test_what_cannot_be_continued_is_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    from trainforge.stages import Memory
+    from trainforge_plugins.resident.memory import Resident
+
+    assert "the prompt holds no token" in forge("sample", run_dir, "").stderr
+    monkeypatch.setattr(Resident, "generate", Memory.generate)
+    result = forge("sample", run_dir, "whale")
+    assert (result.exit_code, "its memory plugin resident does not generate" in result.stderr) == (2, True)
