@@ -1,10 +1,15 @@
 """The validation loss is the mean over all supervised tokens, however rows fall on ranks and micro-batches."""
 
+import signal
+import subprocess
+import time
+
 import pytest
 import torch
-from tests.run.runs import MODEL, run, write_recipe
+from tests.run.runs import MODEL, Outcome, run, write_recipe
 from tests.run.test_equivalence import weights_of
-from tests.run.test_ranks import two_ranks
+from tests.run.test_ranks import command, two_ranks
+from tests.support.processes import wait_until
 from transformers import AutoConfig, AutoModelForCausalLM
 
 LENGTH = 32
@@ -17,7 +22,13 @@ def recipe_with(folder, rows, micro_batch):
     held_out = folder / "held-out.txt"
     held_out.write_bytes(text_of(rows))
     train = {"steps": 2, "global_batch": 4, "micro_batch": micro_batch, "lr": 1e-3}
-    return write_recipe(folder, 20, model={"config": LLAMA}, train=train, text={"validation": str(held_out)})
+    return write_recipe(
+        folder,
+        20,
+        model={"config": LLAMA},
+        train=train,
+        text={"validation": str(held_out), "validation_rows": rows},
+    )
 
 
 def text_of(rows):
@@ -58,3 +69,24 @@ def test_over_ranks(tmp_path, rows):
     assert both.summary["world"] == 2
     assert both.summary["eval_loss"] == pytest.approx(by_hand(both, rows), rel=1e-6)
     assert both.summary["eval_loss"] == pytest.approx(one.summary["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_signal_is_not_kept_waiting_by_a_long_evaluation(tmp_path, nproc):
+    recipe = recipe_with(tmp_path, 40_000, 1)
+    recipe.write_text(recipe.read_text().replace("steps: 2", "steps: 100000\n  eval_every: 3"))
+    metrics = tmp_path / "run/metrics.jsonl"
+    command_line = command(recipe, tmp_path / "run", nproc=nproc)
+    process = subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) == 2, process)
+    time.sleep(1)  # by now it evaluates, for half a minute if nobody stops it
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert time.monotonic() - began < 12
+    assert process.returncode == 3, out + err
+    outcome = Outcome(3, tmp_path / "run")
+    assert (outcome.summary["status"], outcome.summary["eval_loss"]) == ("stopped", None)
+    assert outcome.summary["steps"] in (3, 4)
+    assert (tmp_path / f"run/checkpoints/step-{outcome.summary['steps']:08d}/checkpoint.json").exists()
