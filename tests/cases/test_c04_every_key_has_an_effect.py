@@ -101,6 +101,9 @@ EFFECTS = {
     ),
     "model.config": Effect(MODEL | {"num_hidden_layers": 1}, lambda s: s.block_forwards, 4 * 2, 4),
     "model.freeze": Effect(["model.layers.0.*"], digest),
+    "model.lora": Effect(
+        {"rank": 8, "alpha": 16.0, "dropout": 0.0, "targets": ["q_proj"], "rslora": False}, digest
+    ),
     "model.attn": Effect("eager", lambda s: s.eager_attention, 0, 4 * 2),
     "text.path": Effect("other.txt", lambda s: s.series("loss")),
     "text.format": Effect("text", lambda s: "60 documents," in s.log, True, False, text(path=JSONL)),

@@ -19,7 +19,21 @@ if TYPE_CHECKING:
     from trainforge.stages import ModelSpec
 
 Attention = Literal["auto", "sdpa", "flex", "flash_attention_2", "flash_attention_3", "eager"]
+Pattern = Annotated[str, Field(min_length=1)]
 Experts = Literal["auto", "eager", "batched_mm", "grouped_mm"]
+
+
+class LoraSection(Section):
+    """Low-rank adapters: small matrices beside frozen ones."""
+
+    rank: int = Field(8, ge=1, description="rows of an adapter")
+    alpha: float = Field(16.0, gt=0, description="the adapter counts alpha / rank times")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapter")
+    targets: Literal["all-linear"] | Annotated[tuple[Pattern, ...], Field(min_length=1)] = Field(
+        "all-linear",
+        description="layers: `[q_proj, v_proj]`, patterns of names, or all-linear: those of the blocks",
+    )
+    rslora: bool = Field(False, description="count the adapter alpha / sqrt(rank) times")
 
 
 class ModelSection(Section):
@@ -34,10 +48,17 @@ class ModelSection(Section):
     factory: str | None = Field(
         None, description="`package.module:function` that returns a torch module or a ModelSpec of yours"
     )
-    freeze: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+    freeze: tuple[Pattern, ...] = Field(
         (),
         description="patterns of names of parameters that are not trained: `[model.embed_tokens.*, model.layers.0.*]`. "
         "One that begins with `!` takes back what those before it froze: `['*', '!*norm*']`",
+    )
+    lora: LoraSection | None = Field(
+        None,
+        description="train low-rank adapters only, through peft (`pip install 'trainforge-plugins[lora]'`): `{rank: 8, "
+        "alpha: 16, dropout: 0, targets: [q_proj, v_proj], rslora: false}`. `targets` are ends or patterns of names of "
+        "linear layers; `all-linear`, the default, takes those of the blocks. With `rslora` an adapter counts "
+        "alpha / sqrt(rank) times instead of alpha / rank",
     )
     attn: Attention = Field(
         "auto",
@@ -66,6 +87,14 @@ class ModelSection(Section):
         ):
             raise ValueError(f"must name a function as package.module:function, not {value!r}")
         return value
+
+    @model_validator(mode="after")
+    def _adapters_or_freeze(self) -> ModelSection:
+        if self.lora is not None and self.freeze:
+            raise ValueError(
+                "freeze has no effect with lora, which trains its adapters only: leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
@@ -98,6 +127,10 @@ def build(ctx: Context, config: ModelSection) -> ModelSpec:
 
         spec = build_transformers(ctx, config)
     freeze(spec, config.freeze)
+    if config.lora is not None:
+        from trainforge_plugins.hf.lora import add_adapters
+
+        add_adapters(spec, config.lora, ctx.run.seed)
     return spec
 
 

@@ -14,7 +14,7 @@ from trainforge.context import Context
 from trainforge.errors import ConfigError
 from trainforge.stages import Batch, Extent, ModelSpec
 from trainforge_plugins.hf import ModelSection, structure
-from trainforge_plugins.hf.initial import RandomWeights, module_initialiser
+from trainforge_plugins.hf.initial import InitialWeights, RandomWeights, module_initialiser
 from trainforge_plugins.hf.skeleton import parameters_on_meta
 
 
@@ -78,8 +78,13 @@ class FactoryModel(ModelSpec):
                 name.startswith(tuple(f"{head}." for head in heads)) for name in (spec.name, *spec.aliases)
             )
         )
+        self.adapters = ""
+        self.weights_source: InitialWeights = RandomWeights(module, seed, module_initialiser)
+        self.index_parameters()
+
+    def index_parameters(self) -> None:
+        """Take note of `parameters`, after they have changed."""
         self._specs = {spec.name: spec for spec in self.parameters}
-        self._weights = RandomWeights(module, seed, module_initialiser)
 
     def flops_per_token(self, tokens: int) -> float:
         """6 per parameter (4 when it is frozen) that is not looked up; the module says nothing of attention."""
@@ -88,7 +93,7 @@ class FactoryModel(ModelSpec):
 
     def load(self, name: str, out: Tensor, extent: Extent) -> None:
         """Fill `out` with a span of the parameter's initial weights."""
-        self._weights.fill(self._specs[name], out, extent)
+        self.weights_source.fill(self._specs[name], out, extent)
 
     def export(self, out: Path, weights: Callable[[str], Tensor], dtype: Literal["bf16", "fp32"]) -> None:
         """Write `model.safetensors`: the module's state, tied parameters once, for `safetensors.torch.load_model`.
@@ -114,7 +119,8 @@ class FactoryModel(ModelSpec):
         total = sum(spec.elements for spec in self.parameters)
         trained = sum(spec.elements for spec in self.parameters if spec.trainable)
         share = f", {trained:,} trainable" if trained != total else ""
-        return [f"model: {type(self.module).__name__}, {total:,} parameters{share}"]
+        line = f"model: {type(self.module).__name__}, {total:,} parameters{share}"
+        return [line, self.adapters] if self.adapters else [line]
 
 
 def _imported(name: str) -> Any:

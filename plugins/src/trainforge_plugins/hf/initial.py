@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,16 @@ from trainforge.seeding import derive_seed
 from trainforge.stages import Extent, ParameterSpec
 
 Initialise = Callable[[nn.Module], None]
+
+
+class InitialWeights(Protocol):
+    """Where a model's first weights come from."""
+
+    def fill(self, spec: ParameterSpec, out: Tensor, extent: Extent) -> None:
+        """Fill `out` with a span of the parameter's initial value."""
+
+    def fill_buffers(self, module: nn.Module) -> None:
+        """Fill those persistent buffers of `module` that it has values for."""
 
 
 class RandomWeights:
@@ -38,6 +49,9 @@ class RandomWeights:
         out.copy_(self._last[1].view(-1)[extent.offset : extent.offset + extent.length])
         if extent.offset + extent.length == spec.elements:
             self._last = None
+
+    def fill_buffers(self, module: nn.Module) -> None:
+        """Leave them as the module's constructor made them."""
 
     @torch.no_grad()
     def _draw(self, spec: ParameterSpec) -> Tensor:

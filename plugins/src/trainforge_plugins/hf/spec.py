@@ -20,7 +20,7 @@ from trainforge.errors import ConfigError, IncompatibleError
 from trainforge.stages import Batch, Extent, ModelSpec
 from trainforge_plugins.hf import ModelSection, attention, flops, structure
 from trainforge_plugins.hf.head import OutputHead
-from trainforge_plugins.hf.initial import RandomWeights, transformers_initialiser
+from trainforge_plugins.hf.initial import InitialWeights, RandomWeights, transformers_initialiser
 from trainforge_plugins.hf.skeleton import parameters_on_meta
 from trainforge_plugins.hf.source import check_sizes, config_of_folder, config_of_values, folder_of
 from trainforge_plugins.hf.weights import FolderWeights
@@ -78,17 +78,22 @@ class HuggingFaceModel(ModelSpec):
         self.max_positions = structure.number(
             self.text, ("max_position_embeddings", "n_positions", "max_seq_len")
         )
-        self._specs = {spec.name: spec for spec in self.parameters}
-        self._weights: RandomWeights | FolderWeights = (
+        self.adapters = ""
+        self.weights_source: InitialWeights = (
             RandomWeights(model, seed, transformers_initialiser)
             if folder is None
             else FolderWeights(model, folder, self.parameters)
         )
-        self._head = OutputHead(model, self.base_name)
+        self.index_parameters()
         self._base_options = set(inspect.signature(type(base).forward).parameters)
         self._balance = self._balancing()
         self._stateful = _carries_state(model, self.text)
         self._check_head()
+
+    def index_parameters(self) -> None:
+        """Take note of `parameters` and of the head, after layers were put around others."""
+        self._specs = {spec.name: spec for spec in self.parameters}
+        self._head = OutputHead(self.module, self.base_name)
 
     def flops_per_token(self, tokens: int) -> float:
         """Model FLOPs per token: 6 per active parameter (4 when it is frozen), and causal attention."""
@@ -99,12 +104,11 @@ class HuggingFaceModel(ModelSpec):
 
     def load(self, name: str, out: Tensor, extent: Extent) -> None:
         """Fill `out` with a span of the parameter's initial weights."""
-        self._weights.fill(self._specs[name], out, extent)
+        self.weights_source.fill(self._specs[name], out, extent)
 
     def load_buffers(self) -> None:
         """Fill persistent buffers from the model folder."""
-        if isinstance(self._weights, FolderWeights):
-            self._weights.fill_buffers(self.module)
+        self.weights_source.fill_buffers(self.module)
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Run the base model.
@@ -155,6 +159,8 @@ class HuggingFaceModel(ModelSpec):
             counts += f", {_count(active)} used by each token"
         kind = self.config.model_type
         lines = [f"model: {kind}, {len(self.blocks)} blocks, {counts}"]
+        if self.adapters:
+            lines.append(self.adapters)
         lines.append(f"attention: {self.attention.kernel} ({self.attention.reason})")
         if self._stateful:
             lines.append(f"model: {kind} carries state along a row, so rows must hold one document each")
