@@ -16,15 +16,16 @@ import pytest
 from tests.text.helpers import text_data, write_jsonl
 
 from trainforge_plugins.text.pool import WorkerError, tokenise_all, worker_count
-from trainforge_plugins.text.sources import Source, Unit, cut_units, find_sources
-from trainforge_plugins.text.tokenise import Piece
+from trainforge_plugins.text.sources import Source, find_sources
+from trainforge_plugins.text.tokenise import Piece, Reading
 from trainforge_plugins.text.tokenizers import ByteTokenizer
+from trainforge_plugins.text.units import Unit, cut_units
 
 # A worker that does `what` when it comes to the unit of bytes 600 to 720.
 BAD_WORKER = """
 import os, sys, time
 from multiprocessing.connection import Connection
-from trainforge_plugins.text.tokenise import tokenise
+from trainforge_plugins.text.tokenise import Tokeniser
 from trainforge_plugins.text.worker import die_with_parent, serve
 die_with_parent(int(sys.argv[2]))
 connection = Connection(int(sys.argv[1]))
@@ -32,7 +33,7 @@ spec, field = connection.recv()
 def work(unit):
     if unit.start == 600:
         {what}
-    return tokenise(unit, spec.make(), field)
+    return Tokeniser(spec.make(), field).tokenise(unit)
 serve(connection, work)
 """
 
@@ -57,7 +58,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 def tokenised(path: Path, workers: int, timeout_s: float = 60, **more: object) -> list[tuple[Unit, Piece]]:
     units = cut_units(find_sources(str(path), "auto"), 100)
-    return list(tokenise_all(units, ByteTokenizer(), "text", workers, timeout_s, **more))  # type: ignore[arg-type]
+    return list(tokenise_all(units, ByteTokenizer(), Reading("text"), workers, timeout_s, **more))  # type: ignore[arg-type]
 
 
 @pytest.mark.ranks
@@ -153,7 +154,7 @@ def _alive(process: str) -> bool:
 
 def test_a_file_that_vanishes(text: Path):
     units = cut_units(find_sources(str(text), "auto"), 100)
-    results = tokenise_all(units, ByteTokenizer(), "text", 0, 60)
+    results = tokenise_all(units, ByteTokenizer(), Reading("text"), 0, 60)
     next(results)
     text.unlink()
     with pytest.raises(WorkerError, match=r"cannot read .*a\.txt .*No such file"):

@@ -12,7 +12,7 @@ import pytest
 from tests.text.helpers import text_data, write_jsonl
 
 from trainforge.errors import DataError
-from trainforge_plugins.text import tokenise
+from trainforge_plugins.text import rows, tokenise
 from trainforge_plugins.text.data import TextData
 
 
@@ -62,20 +62,20 @@ def test_each_bad_row_has_line_and_reason(tmp_path: Path):
     assert {reason: rows[0].removeprefix(str(path)).split(" ")[0] for reason, (_, rows) in found.items()} == {
         "not JSON": ":2",
         "'text' is empty": ":4",
-        "'text' is not text": ":5",
+        "'text' is null": ":5",
+        "'text' is not text": ":7",
         "no field 'text'": ":8",
         "not a JSON object": ":9",
         "half of a surrogate pair": ":10",
     }
     assert "at column 27" in found["not JSON"][1][0]
     assert [row.split(" ", 1)[1] for row in found["'text' is not text"][1]] == [
-        "(it is null)",
-        "(it is a number)",
         "(it is an object)",
     ]
     assert r"\ud83d at character 6" in found["half of a surrogate pair"][1][0]
-    assert (data.ledger()["seen"], data.ledger()["used"]) == (11, 2)
+    assert (data.ledger()["seen"], data.ledger()["used"]) == (11, 3)
     assert "good one" in all_text(data)
+    assert "7" in all_text(data)
     assert "good two 😀 語" in all_text(data)
     assert "nested" not in all_text(data)
 
@@ -90,7 +90,7 @@ def test_no_schema_is_taken_from_the_first_rows(tmp_path: Path):
 def test_lines_are_numbered_over_units_and_rows_listed_up_to_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("trainforge_plugins.text.sources.cut_units.__defaults__", (64,))
+    monkeypatch.setattr("trainforge_plugins.text.units.cut_units.__defaults__", (64,))
     rows: list[Any] = [{"text": "fine"} if i % 10 else "broken" for i in range(1, 501)]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     count, shown = skipped(text_data(tmp_path, str(path)))["not JSON"]
@@ -137,9 +137,7 @@ def test_byte_order_mark_and_locale_do_not_matter(tmp_path: Path, name: str):
 
 def test_strict_stops_at_the_first_bad_row(tmp_path: Path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "fine"}, {"text": None}])
-    with pytest.raises(
-        DataError, match=rf"{path}:2 \(it is null\): 'text' is not text: .*text\.strict: false"
-    ):
+    with pytest.raises(DataError, match=rf"{path}:2: 'text' is null: .*text\.strict: false"):
         text_data(tmp_path, str(path), section={"strict": True})
 
 
@@ -148,15 +146,15 @@ def test_no_usable_row_names_expected_and_found_fields_and_the_option(tmp_path: 
     with pytest.raises(DataError) as caught:
         text_data(tmp_path, str(path))
     message = str(caught.value)
-    for word in ("3 rows", str(path), "'text'", "'question', 'answer'", "text.field"):
+    for word in ("3 rows", str(path), "'text'", "'question', 'answer'", "text.field", "text.columns"):
         assert word in message
     assert caught.value.exit_code == 2
     assert text_data(tmp_path, str(path), section={"field": "answer"}).ledger()["used"] == 3
 
 
 def test_no_usable_row_for_other_reasons(tmp_path: Path):
-    path = write_jsonl(tmp_path / "a.json", ["[", '{"text": "x"},', "]"])
-    with pytest.raises(DataError, match=r"none of the 3 rows .* not JSON: .*a\.json:1"):
+    path = write_jsonl(tmp_path / "a.jsonl", ["[", '{"text": "x"},', "]"])
+    with pytest.raises(DataError, match=r"none of the 3 rows .* not JSON: .*a\.jsonl:1"):
         text_data(tmp_path, str(path))
     (tmp_path / "b.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="hold no text"):
@@ -172,7 +170,7 @@ def test_an_empty_file_among_others_is_noted(tmp_path: Path):
 
 
 def test_a_line_too_long_for_memory_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tokenise, "MAX_LINE_BYTES", 50)
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 50)
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 200}, {"text": "fits"}, {"text": "y" * 37}])
     data = text_data(tmp_path, str(path))
     (entry,) = data.ledger()["skipped"].values()

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainforge.errors import DataError
-from trainforge_plugins.text.sources import Source, cut_units, find_sources, split_text
+from trainforge_plugins.text.sources import Source, find_sources
+from trainforge_plugins.text.units import cut_units, split_text
 
 
 def fill(folder: Path, *names: str) -> None:
@@ -49,7 +50,7 @@ def test_text_shipped_in_a_package():
         ("{0}/*.md", ["*.md", "no file matches"]),
         ("{0}/sub", ["sub", "holds no file that ends in", "glob"]),
         ("{0}/empty.txt", ["empty.txt", "is empty"]),
-        ("{0}/x.parquet", ["x.parquet", "not text"]),
+        ("{0}/x.pdf", ["x.pdf", "not text"]),
         ("{0}/utf16.txt", ["utf16.txt", "UTF-16", "iconv"]),
         ("{0}/pipe.txt", ["pipe.txt", "not a regular file"]),
         ("package:no_such_package/x.txt", ["no_such_package", "not installed"]),
@@ -57,7 +58,7 @@ def test_text_shipped_in_a_package():
     ],
 )
 def test_one_sentence_for_each_mistake(tmp_path: Path, pattern: str, words: list[str]):
-    fill(tmp_path, "sub/c.log", "x.parquet")
+    fill(tmp_path, "sub/c.log", "x.pdf")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "utf16.txt").write_bytes("text".encode("utf-16"))
     os.mkfifo(tmp_path / "pipe.txt")

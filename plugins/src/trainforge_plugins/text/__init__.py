@@ -1,11 +1,11 @@
-"""Plain text and JSONL as training data: tokenised once into a memory-mapped cache, packed, resumable exactly."""
+"""Text and conversations as training data: tokenised once into a memory-mapped cache, packed, resumable exactly."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from trainforge.hookspecs import hookimpl
 from trainforge.provider import Estimate, Provider, Section
@@ -17,18 +17,66 @@ if TYPE_CHECKING:
     from trainforge_plugins.text.exported import RunTokenizer
 
 
+InputFormat = Literal["auto", "text", "jsonl", "alpaca", "sharegpt", "openai", "prompt_completion"]
+
+
+def _check_names(columns: dict[str, str], tags: dict[str, str]) -> None:
+    from trainforge_plugins.text.formats import RowFormat
+
+    RowFormat("auto", columns, tags)
+
+
+class SourceSection(Section):
+    """One entry of `text.sources`. What it leaves out is as in the section itself."""
+
+    path: str | tuple[str, ...]
+    weight: float = Field(1.0, gt=0, le=1000)
+    format: InputFormat | None = None
+    columns: dict[str, str] = Field({})
+    tags: dict[str, str] = Field({})
+
+    @model_validator(mode="after")
+    def _names(self) -> SourceSection:
+        _check_names(self.columns, self.tags)
+        return self
+
+
 class TextSection(Section):
     """Where the text lies and how it is cut into samples. A sample is one row of `max_len` tokens."""
 
-    path: str | tuple[str, ...] = Field(
+    path: str | tuple[str, ...] | None = Field(
+        None,
         description="a file, a folder, a glob (`data/**/*.txt`), `package:NAME/FILE` for text shipped in a Python "
-        "package, or a list of these; relative to the folder in which the run is started"
+        "package, an address (`s3://...`, `https://...`), or a list of these; relative to the folder in which the run "
+        "is started; either this, `sources` or `dataset`",
     )
-    format: Literal["auto", "text", "jsonl"] = Field(
+    sources: tuple[SourceSection, ...] | None = Field(
+        None,
+        min_length=1,
+        description="several paths with weights: `[{path:, weight: 1, format:, columns:, tags:}]`; the weight is how "
+        "often the rows come in an epoch",
+    )
+    dataset: str | tuple[str, ...] | None = Field(
+        None,
+        description="names in the registry `dataset_info.json` of `dataset_dir`, as LLaMA-Factory keeps it",
+    )
+    dataset_dir: Path = Field(Path("data"), description="the folder of `dataset_info.json`, for `dataset`")
+    format: InputFormat = Field(
         "auto",
-        description="text: a file is one document; jsonl: a line is one; auto: by the file's extension",
+        description="text: a file is one document; jsonl: a row is one, whatever the file's kind; alpaca, sharegpt, "
+        "openai, prompt_completion: a row is a conversation; auto: by the file's extension and the rows' columns",
     )
-    field: str = Field("text", min_length=1, description="jsonl: the field that holds a row's text")
+    columns: dict[str, str] = Field(
+        {},
+        description="conversations: what the columns are called: `prompt`, `query`, `response`, `system`, `history`, "
+        "`messages`, `tools`",
+    )
+    tags: dict[str, str] = Field(
+        {},
+        description="conversations: what the keys and roles of turns are called: `role_tag`, `content_tag`, "
+        "`user_tag`, `assistant_tag`, `observation_tag`, `function_tag`, `system_tag`",
+    )
+    field: str = Field("text", min_length=1, description="jsonl: the column that holds a row's text")
     tokenizer: str = Field(
         "auto",
         min_length=1,
@@ -60,6 +108,22 @@ class TextSection(Section):
         None, description="folder of the token cache; by default the run's cache folder"
     )
 
+    @model_validator(mode="after")
+    def _one_input(self) -> TextSection:
+        given = [name for name in ("path", "sources", "dataset") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = f"{' and '.join(given)} are given" if given else "none of them is given"
+            raise ValueError(f"give one of path, sources and dataset: {found}")
+        fields = type(self).model_fields
+        changed = [name for name, field in fields.items() if getattr(self, name) != field.default]
+        own = [name for name in ("format", "columns", "tags", "field") if name in changed]
+        if self.dataset is not None and own:
+            raise ValueError(f"{own[0]} is in dataset_info.json when dataset is given: leave it out here")
+        if self.dataset is None and "dataset_dir" in changed:
+            raise ValueError("dataset_dir is only used with dataset: leave it out, or name a dataset")
+        _check_names(self.columns, self.tags)
+        return self
+
     @field_validator("validation")
     @classmethod
     def _share_or_count(
@@ -82,10 +146,10 @@ def estimate(ctx: Context, model: ModelSpec, config: TextSection) -> Estimate:
 
     And the length of the rows, for the stages that hold them.
     """
-    from trainforge_plugins.text.sources import find_sources
+    from trainforge_plugins.text.inputs import find_inputs
     from trainforge_plugins.text.tokenizers import chosen_tokenizer
 
-    size = sum(source.size for source in find_sources(config.path, config.format))
+    size = sum(int(source.share * source.text_bytes) for source in find_inputs(config))
     width = 2 if model.vocab_size <= 2**16 else 4
     tokens = size if chosen_tokenizer(ctx, config.tokenizer) == "bytes" else size // 3
     return Estimate(disk={"token cache": tokens * width}, row_tokens=config.max_len)

@@ -28,10 +28,12 @@ from trainforge.errors import DataError
 from trainforge.units import format_bytes
 from trainforge_plugins.text.ledger import RowLedger
 from trainforge_plugins.text.pool import tokenise_all, worker_count
-from trainforge_plugins.text.sources import Source, cut_units
+from trainforge_plugins.text.sources import Source
+from trainforge_plugins.text.tokenise import Reading
 from trainforge_plugins.text.tokenizers import Tokenizer
+from trainforge_plugins.text.units import cut_units
 
-VERSION = 1
+VERSION = 2
 READS_UNTIL_RELEASE = 64
 LOCK_POLL_S = 0.1
 HEAD_START_S = 2.0
@@ -54,6 +56,7 @@ class CacheRequest:
             "version": VERSION,
             "tokenizer": self.tokenizer.fingerprint,
             "files": {str(s.path): [s.format, s.size, s.mtime_ns] for s in self.sources},
+            "reading": [[str(s.path), s.repeat, s.share, s.limit, s.rows.identity()] for s in self.sources],
             "strict": self.strict,
         }
 
@@ -132,7 +135,7 @@ def open_cache(
                 index = _build(folder, request, console)
         return TokenCache(folder, index)
     except OSError as error:
-        size = format_bytes(sum(s.size for s in request.sources) * request.tokenizer.dtype.itemsize)
+        size = format_bytes(sum(s.text_bytes for s in request.sources) * request.tokenizer.dtype.itemsize)
         raise DataError(
             f"cannot keep the token cache in {folder}: {error.strerror or error}: set text.cache to a folder that can "
             f"be written and has up to {size} free"
@@ -202,6 +205,8 @@ def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
             return f"{path} is gone"
     if list(old["files"]) != list(new["files"]):
         return "the files come in another order"
+    if old["reading"] != new["reading"]:
+        return "the weights of the sources, or the names of their columns, have changed"
     return "text.strict has changed" if old["strict"] != new["strict"] else ""
 
 
@@ -277,7 +282,7 @@ class _Writer:
 
 def _tokenise(request: CacheRequest, writer: _Writer, ledger: RowLedger, console: Console) -> None:
     for source in request.sources:
-        if source.size == 0:
+        if source.size == 0 and isinstance(source.path, Path):
             ledger.add_empty(source)
     total = sum(source.size for source in request.sources)
     workers = worker_count(request.workers, request.sources, request.tokenizer)
@@ -286,7 +291,7 @@ def _tokenise(request: CacheRequest, writer: _Writer, ledger: RowLedger, console
     with console.task("tokenising", total, "B") as task:
         open_document = False
         for unit, piece in tokenise_all(
-            units, request.tokenizer, request.field, workers, request.worker_timeout_s
+            units, request.tokenizer, Reading(request.field), workers, request.worker_timeout_s
         ):
             if unit.format == "text" and len(piece.tokens) and not open_document:
                 piece.starts = np.zeros(1, np.int64)

@@ -23,8 +23,14 @@ MAX_CELL_CHARACTERS = 16 << 20
 WINDOW_BYTES = 1 << 20
 PARQUET_ROWS = 256
 
-_TOKEN = re.compile(rb'"(?:[^"\\\n]++|\\[^\n])*+("?)|[\[\]{},:]')
-"""A string (its closing quote in group 1; a line end closes it too, as JSON allows none in a string) or a sign."""
+_CHARACTERS = (
+    rb'"(?:[^"\\\n]++|\\[^\n])*+'  # of a string; a line end stops it, as JSON allows none in a string
+)
+_OPEN = rb"|(" + _CHARACTERS + rb")"  # group 1: a string that is not closed, or not yet
+_BETWEEN = re.compile(_CHARACTERS + rb'"' + _OPEN + rb"|[\[\]{},]")
+"""The signs between elements."""
+_WITHIN = re.compile(rb"(?:" + _CHARACTERS + rb'"[\s:,]*+)++' + _OPEN + rb"|[\[\]{}]")
+"""The signs within an element that tell where it ends; strings in a row are taken at once."""
 
 _LIST_KEYS = (b"data", b"rows", b"examples", b"instances", b"train")
 _LIST_IN_OBJECT = re.compile(rb'\s*\{[^\[\]{}]*?"(?:' + b"|".join(_LIST_KEYS) + rb')"\s*:\s*\[')
@@ -47,7 +53,7 @@ def json_shape(start: bytes) -> str:
         return "array"
     first = start.lstrip().split(b"\n", 1)[0]
     opened = closed = 0
-    for token in _TOKEN.finditer(first):
+    for token in _WITHIN.finditer(first):
         opened += token[0] in b"[{"
         closed += token[0] in b"]}"
     return "lines" if opened <= closed or len(first) == len(start) else "objects"
@@ -80,7 +86,6 @@ class _Elements:
         self._more_may_follow = more_may_follow
         self._begin = self._at = 0
         self._open: list[int] = []
-        self._before = 0  # the sign before
         self._ended = False
 
     def read(self) -> Iterator[Item]:
@@ -106,22 +111,25 @@ class _Elements:
         yield from self._after_end()
 
     def _whole_tokens(self) -> Iterator[Item]:
-        for token in _TOKEN.finditer(self._buffer, self._at):
-            sign = self._buffer[token.start()]
-            if sign == 0x22 and not token[1] and len(self._buffer) - token.end() < 2:
+        buffer, stack = self._buffer, self._open
+        while token := (_WITHIN if stack else _BETWEEN).search(buffer, self._at):
+            if token[1] is not None and len(buffer) - token.end() < 2:
                 return  # a string that goes on
             self._at = token.end()
+            sign = buffer[token.start()]
             if sign != 0x22:
                 yield from self._sign(sign, token.start())
                 if self._ended:
                     return
-            self._before = sign
+
+    def _after_colon(self, place: int) -> bool:
+        while place > self._begin and self._buffer[place - 1] in b" \t\r\n":
+            place -= 1
+        return self._buffer[place - 1] == 0x3A
 
     def _sign(self, sign: int, place: int) -> Iterator[Item]:
         stack = self._open
-        if (
-            sign == 0x7B and stack and stack[-1] == 0x7B and self._before != 0x3A
-        ):  # { in an object, not after :
+        if sign == 0x7B and stack and stack[-1] == 0x7B and not self._after_colon(place):
             stack.pop()
             if not stack:
                 yield from self._cut(place)  # the former element was never closed
@@ -173,7 +181,12 @@ def csv_items(file: BinaryIO, name: str, delimiter: str) -> Iterator[Item]:
         if delimiter == "," and "," not in start and ";" in start:
             delimiter = ";"
         reader = csv.reader(_from(start, text), delimiter=delimiter, strict=True)
-        header = _header(next(reader, []), name)
+        try:
+            header = _header(next(reader, []), name)
+        except csv.Error as error:
+            raise DataError(
+                f"the first line of {name} is not the header of CSV ({error}): correct it"
+            ) from None
         while True:
             try:
                 cells = next(reader)
@@ -195,10 +208,11 @@ def _from(start: str, text: io.TextIOWrapper) -> Iterator[str]:
 
 
 def _header(cells: list[str], name: str) -> list[str]:
+    cells = [cell.strip() for cell in cells]
     twice = sorted({cell for cell in cells if cell and cells.count(cell) > 1})
     if twice:
         raise DataError(f"{name} has two columns called {twice[0]!a}: give each a name of its own")
-    return [cell.strip() for cell in cells]
+    return cells
 
 
 def _csv_row(header: list[str], cells: list[str]) -> dict[str, Any] | Fault:

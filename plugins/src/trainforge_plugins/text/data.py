@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from trainforge.errors import DataError, IncompatibleError
 from trainforge.stages import Batch, Data, PartState
 from trainforge_plugins.text.cache import CacheRequest, TokenCache, open_cache
+from trainforge_plugins.text.inputs import find_files, find_inputs, places
 from trainforge_plugins.text.ledger import skipped_lines
 from trainforge_plugins.text.order import Permutation
 from trainforge_plugins.text.packing import Rows, collate
-from trainforge_plugins.text.sources import find_sources
+from trainforge_plugins.text.sources import Source
 from trainforge_plugins.text.split import Split, split_rows
 from trainforge_plugins.text.tokenizers import Tokenizer, load_tokenizer
 
@@ -37,20 +38,21 @@ def build_data(ctx: Context, config: TextSection) -> TextData:
             f"text.max_len is {config.max_len}, but the model has {positions} positions: set text.max_len to at most "
             f"{positions}"
         )
-    if config.field != "text" and all(
-        source.format == "text" for source in find_sources(config.path, config.format)
-    ):
+    sources = find_inputs(config)
+    if config.field != "text" and all(source.format == "text" for source in sources):
         raise DataError(
-            f"text.field is {config.field!r}, but {config.path} holds plain text, which has no fields: leave "
-            "text.field out, or set text.format to jsonl"
+            f"text.field is {config.field!r}, but {', '.join(places(config))} holds plain text, which has no fields: "
+            "leave text.field out, or set text.format to jsonl"
         )
     tokenizer = load_tokenizer(ctx, config.tokenizer)
     _check_end_token(tokenizer, ctx.model.vocab_size)
-    cache = _open(ctx, config, tokenizer, config.path)
+    cache = _open(ctx, config, tokenizer, places(config), sources)
     validation = config.validation
     separate = None
     if isinstance(validation, str | tuple):
-        separate = Rows(_open(ctx, config, tokenizer, validation), config.max_len, tokenizer.end or 0)
+        patterns = [validation] if isinstance(validation, str) else list(validation)
+        held_out = _open(ctx, config, tokenizer, patterns, find_files(config, patterns))
+        separate = Rows(held_out, config.max_len, tokenizer.end or 0)
         validation = None
     rows = Rows(cache, config.max_len, tokenizer.end or 0)
     split = split_rows(len(rows), _held_out(len(rows), validation))
@@ -58,10 +60,19 @@ def build_data(ctx: Context, config: TextSection) -> TextData:
 
 
 def _open(
-    ctx: Context, config: TextSection, tokenizer: Tokenizer, patterns: str | Sequence[str]
+    ctx: Context,
+    config: TextSection,
+    tokenizer: Tokenizer,
+    patterns: Sequence[str],
+    sources: Sequence[Source],
 ) -> TokenCache:
+    if sources[0].format == "chat":
+        raise DataError(
+            f"{sources[0].path} holds conversations, on which this version does not train: set text.format: jsonl and "
+            "text.field to train on one of its columns as text"
+        )
     request = CacheRequest(
-        find_sources(patterns, config.format),
+        sources,
         tokenizer,
         config.field,
         config.strict,
@@ -75,7 +86,7 @@ def _open(
         raise _too_large(tokenizer, token, f"at or after {row}", ctx.model.vocab_size)
     if cache.tokens == cache.documents:
         raise DataError(
-            f"every document of {patterns} is a single token, so there is nothing to predict: add text"
+            f"every document of {', '.join(patterns)} is a single token, so there is nothing to predict: add text"
         )
     return cache
 

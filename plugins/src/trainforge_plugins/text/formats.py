@@ -54,7 +54,7 @@ class RowFormat:
 
     Attributes:
         format: one of the chat formats, or `auto`: each row by its keys.
-        columns: from the names in `COLUMN_NAMES` (or `ALIASES`) to the columns of the file.
+        columns: from the names in `COLUMN_NAMES` (or `ALIASES`) to the columns of the file; an empty name: not used.
         tags: from the names in `TAG_NAMES` to the keys and roles of the file's turns.
     """
 
@@ -90,6 +90,13 @@ class RowFormat:
                 return name
         return None
 
+    def matches(self, row: Mapping[str, Any]) -> bool:
+        """Whether all columns that some format needs are there."""
+        return any(
+            all(any(column in row for column in self.names(name, key)) for key in _needed(name))
+            for name in self._candidates()
+        )
+
     def _candidates(self) -> list[ChatFormat]:
         if self.format != "auto":
             return [self.format]
@@ -106,14 +113,17 @@ class RowFormat:
         return {"first": self.names(name, "prompt"), "last": self.names(name, "response")}
 
     def _required(self, name: ChatFormat) -> tuple[str, ...]:
-        keys = ("messages",) if "messages" in COLUMNS[name] else ("prompt", "response")
-        return tuple(repr(self.names(name, key)[0]) for key in keys)
+        return tuple(repr(column) for key in _needed(name) for column in self.names(name, key)[:1])
 
     def names(self, name: ChatFormat, key: str) -> tuple[str, ...]:
         """The columns in which rows of format `name` keep `key`, the first that is there counts; may be empty."""
         if key in self.columns:
-            return (self.columns[key],)
+            return (self.columns[key],) if self.columns[key] else ()
         return COLUMNS[name].get(key) or COMMON.get(key, ())
+
+
+def _needed(name: ChatFormat) -> tuple[str, ...]:
+    return ("messages",) if "messages" in COLUMNS[name] else ("prompt", "response")
 
 
 def to_conversation(row: Mapping[str, Any], rows: RowFormat) -> Conversation:
@@ -147,6 +157,8 @@ def _find(row: Mapping[str, Any], columns: tuple[str, ...], required: bool = Tru
         if row.get(column) is not None:
             return column, row[column]
     if required:
+        if not columns:
+            raise BadRow("text.columns leaves out a column that is needed")
         there = [column for column in columns if column in row]
         raise BadRow(f"{there[0]!r} is null" if there else f"no column {columns[0]!r}")
     return (columns[0] if columns else ""), None
@@ -166,6 +178,7 @@ def _question_and_answer(
     parts = [text_of(prompt, column), text_of(query, query_column)]
     question = "\n".join(part for part in parts if part)
     if not question:
+        column = column or query_column
         raise BadRow(f"{column!r} is empty" if column in row else f"no column {column!r}")
     text = text_of(answer, answer_column, required=True)
     column, history = _find(row, rows.names(name, "history"), required=False)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainforge.errors import DataError
-from trainforge_plugins.text.sources import Source, Unit
+from trainforge_plugins.text.rows import LEFT_OUT
+from trainforge_plugins.text.sources import Source
 from trainforge_plugins.text.tokenise import SHOWN_FIELDS, SHOWN_ROWS, Piece
+from trainforge_plugins.text.units import Unit
 
 
 class RowLedger:
@@ -17,7 +19,8 @@ class RowLedger:
         self._strict = strict
         self._source = -1
         self._lines_before = 0
-        self.seen = self.used = self.documents = 0
+        self.seen = self.used = self.documents = self.repeated = self.truncated = 0
+        self.needed: int | None = None
         self.skipped: dict[str, dict[str, Any]] = {}
         self.fields: list[str] = []
         self.top: tuple[int, str] | None = None
@@ -30,43 +33,53 @@ class RowLedger:
         """
         if unit.source != self._source:
             self._source, self._lines_before = unit.source, 0
-        self.seen += piece.rows
-        self.used += piece.used
         self.documents += len(piece.starts)
+        if unit.repeat:
+            self.repeated += piece.used  # another pass over rows that are already counted
+        else:
+            self.seen += piece.rows
+            self.used += piece.used
+            self.truncated += piece.truncated
+            self._add_skipped(unit, piece)
+        if piece.top and (self.top is None or piece.top[0] > self.top[0]):
+            self.top = (piece.top[0], unit.place(self._lines_before + piece.top[1]))
+        self._lines_before += piece.newlines
+
+    def _add_skipped(self, unit: Unit, piece: Piece) -> None:
         for reason, skipped in piece.skipped.items():
             rows = [
-                f"{unit.path}:{self._lines_before + line}" + (f" ({detail})" if detail else "")
+                unit.place(self._lines_before + line) + (f" ({detail})" if detail else "")
                 for line, detail in skipped.first
             ]
             self._skip(reason, skipped.count, rows)
+        if piece.needed is not None:
+            self.needed = min(piece.needed, self.needed or piece.needed)
         new = [name for name in piece.fields if name not in self.fields]
         self.fields += new[: SHOWN_FIELDS - len(self.fields)]
-        if piece.top and (self.top is None or piece.top[0] > self.top[0]):
-            self.top = (piece.top[0], f"{unit.path}:{self._lines_before + piece.top[1]}")
-        self._lines_before += piece.newlines
 
     def add_empty(self, source: Source) -> None:
         """Note a file without a byte."""
         self._skip("empty file", 0, [str(source.path)])
 
     def _skip(self, reason: str, count: int, rows: Sequence[str]) -> None:
-        if self._strict and rows:
+        if self._strict and rows and reason != LEFT_OUT:
             raise DataError(f"{rows[0]}: {reason}: correct it, or set text.strict: false to skip such rows")
         entry = self.skipped.setdefault(reason, {"count": 0, "rows": []})
         entry["count"] += count
         entry["rows"] += rows[: SHOWN_ROWS - len(entry["rows"])]
 
     def as_dict(self) -> dict[str, Any]:
-        """The ledger as plain data: rows seen, used, skipped by reason, truncated."""
+        """The ledger as plain data: rows seen, used, skipped by reason, truncated, used again by weight."""
         return {
             "seen": self.seen,
             "used": self.used,
             "skipped": self.skipped,
-            "truncated": 0,  # packing cuts between rows and loses nothing
+            "truncated": self.truncated,
             "documents": self.documents,
+            **({"repeated": self.repeated} if self.repeated else {}),
         }
 
-    def require_rows(self, field_name: str, sources: Sequence[Source]) -> None:
+    def require_rows(self, field_name: str, sources: Sequence[Source], max_len: int | None = None) -> None:
         """Check that something can be used.
 
         Raises:
@@ -75,16 +88,31 @@ class RowLedger:
         if self.used and self.documents:
             return
         where = str(sources[0].path) if len(sources) == 1 else f"{len(sources)} files"
-        if self.fields:
+        none = f"none of the {self.seen} rows of {where} can be used"
+        if self.needed is not None:
+            limit = "text.max_len" if max_len is None else f"text.max_len ({max_len})"
             raise DataError(
-                f"none of the {self.seen} rows of {where} can be used: expected the field {field_name!r}, found "
-                f"{', '.join(map(repr, self.fields))}: set text.field to the field that holds the text"
+                f"{none}: the shortest that {limit} leaves out needs {self.needed} tokens: set text.max_len to at "
+                f"least {self.needed}"
             )
+        if self.fields:
+            raise DataError(f"{none}: {_expected(field_name, sources, self.fields)}")
         reasons = skipped_lines(self.as_dict())
         why = "; ".join(reasons) if reasons else "they hold no text"
-        raise DataError(
-            f"none of the {self.seen} rows of {where} can be used ({why}): correct the file or text.format"
-        )
+        raise DataError(f"{none} ({why}): correct the file or text.format")
+
+
+def _expected(field_name: str, sources: Sequence[Source], found: Sequence[str]) -> str:
+    """What columns were expected and found, and which options map them."""
+    rows = sources[0].rows
+    columns = f"found the columns {', '.join(map(ascii, found))}"
+    remap = "set text.columns, such as {prompt: question, response: answer}, to the columns of conversations"
+    if sources[0].format == "chat":
+        return f"expected {' or '.join(rows.expected())}, {columns}: {remap}"
+    return (
+        f"expected the field {field_name!r}, or {' or '.join(rows.expected())}, {columns}: set text.field to the "
+        f"column that holds the text, or {remap}"
+    )
 
 
 def skipped_lines(ledger: dict[str, Any]) -> list[str]:

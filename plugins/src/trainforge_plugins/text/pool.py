@@ -14,9 +14,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from trainforge.errors import TrainForgeError
-from trainforge_plugins.text.sources import Source, Unit
-from trainforge_plugins.text.tokenise import Piece, tokenise
+from trainforge_plugins.text.sources import Source
+from trainforge_plugins.text.tokenise import Piece, Reading, Tokeniser
 from trainforge_plugins.text.tokenizers import ByteTokenizer, Tokenizer
+from trainforge_plugins.text.units import Unit
 
 WORKER = (sys.executable, "-m", "trainforge_plugins.text.worker")
 UNITS_IN_FLIGHT = 3
@@ -40,7 +41,7 @@ class _Worker:
 def tokenise_all(
     units: Iterator[Unit],
     tokenizer: Tokenizer,
-    field_name: str,
+    reading: Reading,
     workers: int,
     timeout_s: float,
     command: Sequence[str] = WORKER,
@@ -52,9 +53,10 @@ def tokenise_all(
     """
     spec = tokenizer.spec()
     if workers == 0 or spec is None:
+        tokeniser = Tokeniser(tokenizer, reading)
         for unit in units:
             try:
-                yield unit, tokenise(unit, tokenizer, field_name)
+                yield unit, tokeniser.tokenise(unit)
             except OSError as error:
                 raise WorkerError(f"cannot read {unit}: {error.strerror}") from None
         return
@@ -62,7 +64,7 @@ def tokenise_all(
     try:
         for number in range(workers):
             team.append(_start(number, command, timeout_s))
-            _send(team[-1], (spec, field_name))
+            _send(team[-1], (spec, reading))
         yield from _in_order(team, enumerate(units), timeout_s)
     finally:
         for worker in team:

@@ -1,4 +1,4 @@
-"""Finds the files of a data set and cuts them into units that can be tokenised one by one."""
+"""Finds the files of a data set: by path, folder, glob, Python package or address."""
 
 from __future__ import annotations
 
@@ -6,209 +6,205 @@ import glob
 import importlib.resources
 import os
 import stat
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Literal
 
 from trainforge.errors import DataError
+from trainforge_plugins.text.containers import json_shape
+from trainforge_plugins.text.formats import RowFormat
+from trainforge_plugins.text.opening import (
+    READ_BYTES,
+    Compression,
+    RemoteFile,
+    find_remote,
+    is_remote,
+    open_plain,
+)
 
-Format = Literal["text", "jsonl"]
+Format = Literal["text", "jsonl", "chat"]
+"""What a file holds: plain text, rows with a text each, or rows that are conversations."""
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+Container = Literal["lines", "json", "csv", "tsv", "parquet"]
+
+CONTAINERS: dict[str, Container] = {
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
-BINARY_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".parquet", ".arrow", ".pdf", ".docx")
-
-UNIT_BYTES = 1 << 20
-"""Bytes in one unit of work: small, so that a worker's memory does not depend on the size of a file."""
-
-WINDOW_BYTES = 1 << 16
-WHITESPACE = b" \t\r\n\f\v"
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BINARY_SUFFIXES = (".bz2", ".xz", ".zip", ".tar", ".tgz", ".arrow", ".pdf", ".docx", ".xlsx")
+REGISTRY = "dataset_info.json"
+COMPRESSED_TO_TEXT = 4
+"""Bytes of text that one compressed byte is taken to hold, where sizes are only estimated."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One input file, as it was when it was found."""
+    """One input file, as it was when it was found.
 
-    path: Path
+    Attributes:
+        path: where it lies; a text for an address that fsspec reads.
+        format: what its rows are.
+        size: bytes as stored, compressed or not.
+        mtime_ns: when it was changed; for an address what its system says instead.
+        container: how rows lie in it.
+        compression: what has to be taken off first.
+        rows: how its rows become conversations.
+        repeat: the number of this pass over the file, from 0, when `text.sources` gives it a weight.
+        share: how much of the rows this pass uses, chosen by a key.
+        limit: rows that are read at most, the first ones.
+    """
+
+    path: Path | str
     format: Format
     size: int
-    mtime_ns: int
+    mtime_ns: int | str
+    container: Container = "lines"
+    compression: Compression = ""
+    rows: RowFormat = field(default_factory=RowFormat)
+    repeat: int = 0
+    share: float = 1.0
+    limit: int | None = None
+
+    @property
+    def in_spans(self) -> bool:
+        """Whether workers can read parts of the file themselves."""
+        plain = self.format == "text" or self.container == "lines"
+        return plain and not self.compression and isinstance(self.path, Path) and self.limit is None
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of text, about."""
+        packed = self.compression or self.container == "parquet"
+        return self.size * (COMPRESSED_TO_TEXT if packed else 1)
 
 
-@dataclass(frozen=True)
-class Unit:
-    """A span of one file that is tokenised at once. Lines of JSONL are never cut."""
-
-    source: int
-    path: Path
-    format: Format
-    start: int
-    stop: int
-    last: bool
-
-    def __str__(self) -> str:
-        return f"{self.path} (bytes {self.start} to {self.stop})"
-
-
-def find_sources(patterns: str | Sequence[str], format: Literal["auto", "text", "jsonl"]) -> list[Source]:
+def find_sources(
+    patterns: str | Sequence[str], format: Literal["auto", "text", "jsonl"], option: str = "text.path"
+) -> list[Source]:
     """Give the files that `patterns` name, in their order, files of a folder or glob sorted; each file once.
+
+    `option` is what the recipe calls the patterns, for messages.
 
     Raises:
         DataError: a pattern finds nothing, or a file cannot be read, or is of a kind that holds no text.
     """
-    found: dict[Path, Source] = {}
+    found: dict[Path | str, Source] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        for path in _expand(pattern):
+        if is_remote(pattern):
+            for file in find_remote(pattern):
+                found[file.address] = _remote(file, format, option)
+            continue
+        for path in _expand(pattern, option):
             absolute = Path(os.path.abspath(path))
             if absolute not in found:
-                found[absolute] = _describe(absolute, format)
+                found[absolute] = _local(absolute, format, option)
     if not found:
-        raise DataError("text.path is an empty list: name at least one file")
+        raise DataError(f"{option} is an empty list: name at least one file")
     if all(source.size == 0 for source in found.values()):
         names = ", ".join(str(path) for path in list(found)[:3])
         raise DataError(
-            f"text.path: {names} {'is' if len(found) == 1 else 'are'} empty: give a file that holds text"
+            f"{option}: {names} {'is' if len(found) == 1 else 'are'} empty: give a file that holds text"
         )
     return list(found.values())
 
 
-def _expand(pattern: str) -> list[Path]:
+def _expand(pattern: str, option: str) -> list[Path]:
     if pattern.startswith("package:"):
-        return [_in_package(pattern)]
+        return [_in_package(pattern, option)]
     path = Path(pattern).expanduser()
     if path.is_dir():
-        return _in_folder(path)
+        return _in_folder(path, option)
     if path.exists():
         return [path]
     if glob.has_magic(pattern):
         matches = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
-        files = [match for match in matches if not match.is_dir()]
+        files = [match for match in matches if not match.is_dir() and match.name != REGISTRY]
         if files:
             return files
-        raise DataError(f"text.path: no file matches {pattern} (looked in {os.getcwd()})")
-    raise DataError(f"text.path: {pattern} does not exist (looked in {os.getcwd()}): check the path")
+        raise DataError(f"{option}: no file matches {pattern} (looked in {os.getcwd()})")
+    raise DataError(f"{option}: {pattern} does not exist (looked in {os.getcwd()}): check the path")
 
 
-def _in_package(pattern: str) -> Path:
+def _in_package(pattern: str, option: str) -> Path:
     package, _, inside = pattern.removeprefix("package:").partition("/")
     try:
         path = Path(str(importlib.resources.files(package).joinpath(inside)))
     except (ModuleNotFoundError, TypeError, ValueError):
         raise DataError(
-            f"text.path: {pattern} names the package {package!r}, which is not installed"
+            f"{option}: {pattern} names the package {package!r}, which is not installed"
         ) from None
     if not inside or not path.is_file():
-        raise DataError(f"text.path: {pattern}: the package {package} holds no file {inside!r}")
+        raise DataError(f"{option}: {pattern}: the package {package} holds no file {inside!r}")
     return path
 
 
-def _in_folder(folder: Path) -> list[Path]:
-    suffixes = TEXT_SUFFIXES + JSONL_SUFFIXES
+def _in_folder(folder: Path, option: str) -> list[Path]:
     files = sorted(
         Path(parent, name)
         for parent, _, names in os.walk(folder)
         for name in names
-        if name.lower().endswith(suffixes) and not name.startswith(".")
+        if _suffixes(name)[0] in (*TEXT_SUFFIXES, *CONTAINERS)
+        and not name.startswith(".")
+        and name != REGISTRY
     )
     if not files:
         raise DataError(
-            f"text.path: the folder {folder} holds no file that ends in {', '.join(suffixes)}: "
+            f"{option}: the folder {folder} holds no file that ends in "
+            f"{', '.join((*TEXT_SUFFIXES, *CONTAINERS))}: "
             f"name the files with a glob such as {folder}/**/*.log"
         )
     return files
 
 
-def _describe(path: Path, format: Literal["auto", "text", "jsonl"]) -> Source:
-    suffix = path.suffix.lower()
-    if suffix in BINARY_SUFFIXES:
-        raise DataError(
-            f"text.path: {path} is a {suffix} file, not text: unpack or convert it to .txt or .jsonl"
-        )
+def _suffixes(name: str) -> tuple[str, Compression]:
+    """What a name says of the content, and of its compression."""
+    path = PurePath(name.lower().partition("?")[0])
+    compression = COMPRESSIONS.get(path.suffix, "")
+    return (PurePath(path.stem).suffix if compression else path.suffix), compression
+
+
+def _local(path: Path, format: Literal["auto", "text", "jsonl"], option: str) -> Source:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise DataError(f"text.path: {path} is not a regular file: save its content in a file first")
-        with path.open("rb") as file:
-            start = file.read(4)
+            raise DataError(f"{option}: {path} is not a regular file: save its content in a file first")
     except OSError as error:
-        raise DataError(f"text.path: cannot read {path}: {error.strerror}: check its permissions") from None
+        raise DataError(f"{option}: cannot read {path}: {error.strerror}: check its permissions") from None
+    return _describe(path, path.name, format, status.st_size, status.st_mtime_ns, option)
+
+
+def _remote(file: RemoteFile, format: Literal["auto", "text", "jsonl"], option: str) -> Source:
+    return _describe(file.address, file.address.rpartition("/")[2], format, file.size, file.stamp, option)
+
+
+def _describe(
+    path: Path | str,
+    name: str,
+    format: Literal["auto", "text", "jsonl"],
+    size: int,
+    stamp: int | str,
+    option: str,
+) -> Source:
+    suffix, compression = _suffixes(name)
+    container = CONTAINERS.get(suffix)
+    if suffix in BINARY_SUFFIXES or (format == "text" and container == "parquet"):
+        raise DataError(
+            f"{option}: {path} is a {suffix} file, not text: unpack or convert it to .txt or .jsonl"
+        )
+    start = b""
+    if container != "parquet" and (size or not isinstance(path, Path)):
+        with open_plain(path, compression) as (file, _):
+            start = file.read(READ_BYTES)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise DataError(f"text.path: {path} is UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
-    chosen: Format = format if format != "auto" else "jsonl" if suffix in JSONL_SUFFIXES else "text"
-    return Source(path, chosen, status.st_size, status.st_mtime_ns)
-
-
-def cut_units(sources: Sequence[Source], unit_bytes: int = UNIT_BYTES) -> Iterator[Unit]:
-    """Cut every file into units of about `unit_bytes`, in order, at places that change no token (or next to none).
-
-    JSONL is cut between lines. Text is cut where a line begins with a visible character, so that no run of
-    whitespace, which tokenizers like to merge, is taken apart; a text without such a place within 64 KiB is cut
-    at any whitespace, else between two characters.
-    """
-    for index, source in enumerate(sources):
-        if source.size:
-            try:
-                yield from _units_of(index, source, unit_bytes)
-            except OSError as error:
-                raise DataError(f"cannot read {source.path} any more: {error.strerror}") from None
-
-
-def _units_of(index: int, source: Source, unit_bytes: int) -> Iterator[Unit]:
-    with source.path.open("rb") as file:
-        start = _after_mark(file)
-        while start < source.size:
-            stop = _cut(file, source, start + unit_bytes)
-            yield Unit(index, source.path, source.format, start, stop, stop == source.size)
-            start = stop
-
-
-def _after_mark(file: BinaryIO) -> int:
-    return len(BYTE_ORDER_MARK) if file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0
-
-
-def _cut(file: BinaryIO, source: Source, at: int) -> int:
-    """The place at or after byte `at` where `source` may be cut."""
-    if at >= source.size:
-        return source.size
-    file.seek(at)
-    if source.format == "text":
-        return min(source.size, at + safe_cut(file.read(WINDOW_BYTES)))
-    while block := file.read(WINDOW_BYTES):
-        newline = block.find(b"\n")
-        if newline >= 0:
-            return min(source.size, at + newline + 1)
-        at += len(block)
-    return source.size
-
-
-def safe_cut(window: bytes) -> int:
-    """Where in `window` a text may be cut with the least harm to its tokens: an index up to its length."""
-    newline = window.find(b"\n")
-    fallback = newline + 1
-    while newline >= 0:
-        after = newline + 1
-        if after < len(window) and window[after] not in WHITESPACE:
-            return after
-        newline = window.find(b"\n", after)
-    if fallback:
-        return fallback
-    space = window.find(b" ")
-    if space >= 0:
-        return space
-    cut = 0
-    while cut < len(window) and window[cut] & 0xC0 == 0x80:  # inside a character of several bytes
-        cut += 1
-    return cut
-
-
-def split_text(text: bytes, size: int) -> Iterator[bytes]:
-    """Cut `text` into blocks of about `size` bytes at the places that `safe_cut` finds."""
-    start = 0
-    while start < len(text):
-        stop = start + size
-        if stop < len(text):
-            stop += safe_cut(text[stop : stop + WINDOW_BYTES])
-        yield text[start:stop]
-        start = stop
+        raise DataError(f"{option}: {path} is UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
+    if container == "json" and json_shape(start) == "lines":
+        container = "lines"
+    kind: Format = "text" if format == "text" or (format == "auto" and container is None) else "jsonl"
+    return Source(path, kind, size, stamp, container or "lines", compression)

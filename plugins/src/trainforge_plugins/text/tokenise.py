@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from trainforge_plugins.text.sources import Unit
+from trainforge_plugins.text.containers import Fault
+from trainforge_plugins.text.conversation import BadRow
+from trainforge_plugins.text.formats import to_conversation
+from trainforge_plugins.text.policy import DoesNotFit
+from trainforge_plugins.text.rendering import Renderer, Rendering
+from trainforge_plugins.text.rows import Count, bad_byte, read_rows, unit_bytes
 from trainforge_plugins.text.tokenizers import Tokenizer
+from trainforge_plugins.text.units import Unit
+from trainforge_plugins.text.values import text_of
 
 SHOWN_ROWS = 20
 """How many rows of each reason are kept by number; the rest are only counted."""
-
-MAX_LINE_BYTES = 64 << 20
-"""Longest line of JSONL that is taken as a row; a longer one would not fit in a worker's memory."""
 
 SHOWN_FIELDS = 20
 
 
 @dataclass
 class Skipped:
-    """Rows skipped for one reason: how many, and the first of them as (line within the unit, detail)."""
+    """Rows skipped for one reason: how many, and the first of them as (row within the unit, detail)."""
 
     count: int = 0
     first: list[tuple[int, str]] = field(default_factory=list)
@@ -37,47 +40,160 @@ class Skipped:
 
 @dataclass
 class Piece:
-    """What became of one unit. A row is a line, in both formats; lines are numbered from 1 within the unit.
+    """What became of one unit. A row of text or JSONL is a line; rows are numbered from 1 within the unit.
 
     Attributes:
-        tokens: token ids; in JSONL each document is followed by its end token.
-        starts: where documents begin in `tokens` (JSONL; a text's only document begins with its first unit).
-        newlines: line ends in the unit, to number the lines of the next one.
+        tokens: token ids; of rows with a text each document is followed by its end token.
+        starts: where documents begin in `tokens` (a text's only document begins with its first unit).
+        newlines: lines (or rows, where they are not lines) in the unit, to number those of the next one.
+        labels: of conversations: 1 for a token that is to be learnt, else 0, uint8; None: all are.
         rows: rows seen.
         used: rows that gave tokens.
+        truncated: rows that were cut.
         skipped: by reason.
-        fields: names of fields seen in JSONL rows without the wanted one.
-        top: the largest token id and the line where it first stands (in a text: the unit's first line), or None.
+        fields: names of columns seen in rows that lacked the wanted one.
+        top: the largest token id and the row where it first stands (in a text: the unit's first line), or None.
+        needed: the smallest `max_len` that would make a row usable which is skipped for its length, or None.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     newlines: int = 0
+    labels: np.ndarray | None = None
     rows: int = 0
     used: int = 0
+    truncated: int = 0
     skipped: dict[str, Skipped] = field(default_factory=dict)
     fields: list[str] = field(default_factory=list)
     top: tuple[int, int] | None = None
+    needed: int | None = None
 
     def skip(self, line: int, reason: str, detail: str = "") -> None:
         """Note that the row at `line` is not used."""
         self.skipped.setdefault(reason, Skipped()).add(line, detail)
 
+    def lacks(self, row: Mapping[str, Any]) -> None:
+        """Keep the names of the columns of a row that lacks the wanted one."""
+        known = [name for name in row if name not in self.fields]
+        self.fields += known[: SHOWN_FIELDS - len(self.fields)]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is to be read out of rows; picklable.
+
+    Attributes:
+        field: the column that holds a row's text, of rows that are texts.
+        rendering: of rows that are conversations; None when there are none.
+    """
+
+    field: str
+    rendering: Rendering | None = None
+
+
+class Tokeniser:
+    """Tokenises units."""
+
+    def __init__(self, tokenizer: Tokenizer, reading: Reading) -> None:
+        self._tokenizer, self._field = tokenizer, reading.field
+        self._renderer = Renderer(reading.rendering, tokenizer) if reading.rendering is not None else None
+
+    def tokenise(self, unit: Unit) -> Piece:
+        """Read and tokenise one unit.
+
+        Raises:
+            OSError: the file cannot be read any more.
+        """
+        if unit.format == "text":
+            return _text(unit, self._tokenizer)
+        piece = Piece(np.empty(0, self._tokenizer.dtype), np.empty(0, np.int64))
+        if unit.format == "chat":
+            self._conversations(unit, piece)
+        else:
+            self._texts(unit, piece)
+        piece.used = len(piece.starts)
+        return piece
+
+    def _texts(self, unit: Unit, piece: Piece) -> None:
+        documents: list[np.ndarray] = []
+        numbers: list[int] = []
+        end = self._tokenizer.end
+        for number, row in _usable_rows(unit, piece):
+            text = _field_text(piece, number, row, self._field)
+            if text is not None:
+                tokens = self._tokenizer.encode(text)
+                if len(tokens):
+                    documents.append(tokens if end is None else np.append(tokens, tokens.dtype.type(end)))
+                    numbers.append(number)
+                else:
+                    piece.skip(number, "no tokens")
+        _join(piece, documents, numbers)
+
+    def _conversations(self, unit: Unit, piece: Piece) -> None:
+        assert self._renderer is not None
+        documents: list[np.ndarray] = []
+        labels: list[np.ndarray] = []
+        numbers: list[int] = []
+        for number, row in _usable_rows(unit, piece):
+            if unit.rows.recognise(row) is None:
+                piece.lacks(row)
+            try:
+                fitted = self._renderer.render(to_conversation(row, unit.rows))
+            except BadRow as bad:
+                piece.skip(number, bad.reason, bad.detail)
+                if isinstance(bad, DoesNotFit):
+                    piece.needed = min(bad.needed, piece.needed or bad.needed)
+                continue
+            piece.truncated += fitted.truncated
+            documents.append(fitted.ids.astype(piece.tokens.dtype))
+            labels.append(fitted.supervised)
+            numbers.append(number)
+        _join(piece, documents, numbers)
+        piece.labels = np.concatenate([np.empty(0, bool), *labels]).astype(np.uint8)
+
 
 def tokenise(unit: Unit, tokenizer: Tokenizer, field_name: str) -> Piece:
-    """Read and tokenise one unit.
-
-    Raises:
-        OSError: the file cannot be read any more.
-    """
-    with unit.path.open("rb") as file:
-        file.seek(unit.start)
-        if unit.format == "text":
-            return _text(file.read(unit.stop - unit.start), unit, tokenizer)
-        return _jsonl(_lines(file, unit), unit, tokenizer, field_name)
+    """Read and tokenise one unit of texts."""
+    return Tokeniser(tokenizer, Reading(field_name)).tokenise(unit)
 
 
-def _text(raw: bytes, unit: Unit, tokenizer: Tokenizer) -> Piece:
+def _join(piece: Piece, documents: list[np.ndarray], numbers: list[int]) -> None:
+    """Put documents (from the rows `numbers`) one after the other."""
+    if documents:
+        piece.tokens = np.concatenate(documents)
+        lengths = np.array([len(tokens) for tokens in documents], np.int64)
+        piece.starts = np.cumsum(lengths) - lengths
+        at = int(piece.tokens.argmax())
+        piece.top = (int(piece.tokens[at]), numbers[int(np.searchsorted(piece.starts, at, side="right")) - 1])
+
+
+def _usable_rows(unit: Unit, piece: Piece) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows that could be read; the others are noted."""
+    count = Count()
+    for number, value in read_rows(unit, count):
+        piece.rows += 1
+        if isinstance(value, Fault):
+            piece.skip(number, value.reason, value.detail)
+        else:
+            yield number, value
+    piece.newlines = count.lines
+
+
+def _field_text(piece: Piece, number: int, row: dict[str, Any], field_name: str) -> bytes | None:
+    """The text of a row as UTF-8, or None when it was noted as skipped."""
+    if field_name not in row:
+        piece.skip(number, f"no field {field_name!r}")
+        piece.lacks(row)
+        return None
+    try:
+        return text_of(row[field_name], field_name, required=True).encode("utf-8")
+    except BadRow as bad:
+        piece.skip(number, bad.reason, bad.detail)
+        return None
+
+
+def _text(unit: Unit, tokenizer: Tokenizer) -> Piece:
+    raw = unit_bytes(unit)
     piece = Piece(np.empty(0, tokenizer.dtype), np.empty(0, np.int64), raw.count(b"\n"))
     piece.rows = piece.newlines + (unit.last and not raw.endswith(b"\n"))
     try:
@@ -99,7 +215,8 @@ def _good_lines(raw: bytes, unit: Unit, piece: Piece) -> bytes:
             line.decode("utf-8")
             good.append(line)
         except UnicodeDecodeError as error:
-            piece.skip(number, "not UTF-8", _bad_byte(line, error, offset))
+            place = offset if unit.data is None else None
+            piece.skip(number, "not UTF-8", bad_byte(line, error, place))
         offset += len(line)
     return b"".join(good)
 
@@ -110,102 +227,3 @@ def _split(raw: bytes) -> Iterator[bytes]:
         stop = raw.find(b"\n", start) + 1 or len(raw)
         yield raw[start:stop]
         start = stop
-
-
-def _bad_byte(line: bytes, error: UnicodeDecodeError, offset: int) -> str:
-    return f"byte 0x{line[error.start]:02x} at offset {offset + error.start} of the file"
-
-
-def _lines(file: Any, unit: Unit) -> Iterator[tuple[int, bytes | None]]:
-    """The lines of a unit with their offsets in the file; None stands for a line that is too long."""
-    offset = unit.start
-    while offset < unit.stop:
-        line = file.readline(MAX_LINE_BYTES)
-        if not line:
-            return
-        length = len(line)
-        whole = line.endswith(b"\n") or offset + length >= unit.stop
-        while not line.endswith(b"\n") and offset + length < unit.stop and line:
-            line = file.readline(MAX_LINE_BYTES)
-            length += len(line)
-        yield offset, line if whole else None
-        offset += length
-
-
-def _jsonl(
-    lines: Iterator[tuple[int, bytes | None]], unit: Unit, tokenizer: Tokenizer, field_name: str
-) -> Piece:
-    piece = Piece(np.empty(0, tokenizer.dtype), np.empty(0, np.int64))
-    documents: list[np.ndarray] = []
-    numbers: list[int] = []
-    end = np.array([] if tokenizer.end is None else [tokenizer.end], tokenizer.dtype)
-    number = 0
-    for number, (offset, line) in enumerate(lines, start=1):
-        text = _row_text(piece, number, line, offset, field_name)
-        if text is not None:
-            tokens = tokenizer.encode(text)
-            if len(tokens):
-                documents += [tokens, end]
-                numbers.append(number)
-            else:
-                piece.skip(number, "no tokens")
-    piece.newlines = number
-    piece.used = len(numbers)
-    if documents:
-        piece.tokens = np.concatenate(documents)
-        lengths = np.array([len(tokens) for tokens in documents], np.int64)
-        piece.starts = (np.cumsum(lengths) - lengths)[::2]  # every other one is an end token
-        at = int(piece.tokens.argmax())
-        piece.top = (int(piece.tokens[at]), numbers[int(np.searchsorted(piece.starts, at, side="right")) - 1])
-    return piece
-
-
-def _row_text(piece: Piece, number: int, line: bytes | None, offset: int, field_name: str) -> bytes | None:
-    """The text of one JSONL line as UTF-8, or None when it is blank or was noted as skipped."""
-    if line is not None and not line.strip():
-        return None
-    piece.rows += 1
-    if line is None:
-        piece.skip(number, f"line is longer than {MAX_LINE_BYTES >> 20} MiB")
-        return None
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        piece.skip(number, "not UTF-8", _bad_byte(line, error, offset))
-        return None
-    except json.JSONDecodeError as error:
-        piece.skip(number, "not JSON", f"{error.msg} at column {error.colno}")
-        return None
-    except (ValueError, RecursionError) as error:
-        piece.skip(number, "not JSON", str(error))
-        return None
-    return _field_text(piece, number, row, field_name)
-
-
-def _field_text(piece: Piece, number: int, row: Any, field_name: str) -> bytes | None:
-    if not isinstance(row, dict):
-        piece.skip(number, "not a JSON object", f"it is {_kind(row)}")
-        return None
-    if field_name not in row:
-        piece.skip(number, f"no field {field_name!r}")
-        known = [name for name in row if name not in piece.fields]
-        piece.fields += known[: SHOWN_FIELDS - len(piece.fields)]
-        return None
-    value = row[field_name]
-    if not isinstance(value, str):
-        piece.skip(number, f"{field_name!r} is not text", f"it is {_kind(value)}")
-        return None
-    if not value:
-        piece.skip(number, f"{field_name!r} is empty")
-        return None
-    try:
-        return value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        escape = f"\\u{ord(value[error.start]):04x} at character {error.start + 1}"
-        piece.skip(number, "half of a surrogate pair", escape)
-        return None
-
-
-def _kind(value: Any) -> str:
-    kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
-    return "null" if value is None else kinds.get(type(value), "an object")

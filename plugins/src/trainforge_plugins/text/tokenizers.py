@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainforge.errors import DataError
-from trainforge_plugins.text.sources import split_text
+from trainforge_plugins.text.units import split_text
 
 if TYPE_CHECKING:
     from trainforge.context import Context

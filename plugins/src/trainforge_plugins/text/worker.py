@@ -44,12 +44,11 @@ def main() -> None:
     descriptor, parent = map(int, sys.argv[1:3])
     die_with_parent(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    from trainforge_plugins.text.tokenise import tokenise
+    from trainforge_plugins.text.tokenise import Tokeniser
 
     connection = Connection(descriptor)
-    spec, field_name = connection.recv()
-    tokenizer = spec.make()
-    serve(connection, lambda unit: tokenise(unit, tokenizer, field_name))
+    spec, reading = connection.recv()
+    serve(connection, Tokeniser(spec.make(), reading).tokenise)
 
 
 if __name__ == "__main__":
