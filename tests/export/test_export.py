@@ -23,7 +23,7 @@ from trainforge_plugins.hf import safetensors_files
 
 FAMILIES = [
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text"),
-    *("deepseek_v3", "gpt_oss", "phi3", "falcon_h1"),
+    *("deepseek_v3", "gpt_oss", "phi3", "falcon_h1", "qwen3_next"),
 ]
 
 
