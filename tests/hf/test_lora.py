@@ -152,6 +152,27 @@ def test_an_adapted_head_belongs_to_the_head(tmp_path):
     assert all(value.any() for value in final.values())
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_export_has_the_adapters_added(tmp_path, family):
+    targets = ["q_proj", "down_proj"] if family == "llama" else ["c_attn", "c_proj"]
+    lora = LORA | {"targets": targets}
+    spec = build(tiny.context(tmp_path), ModelSection(config=tiny.values(family), lora=lora))
+    weights = tiny.initial(spec)
+    for name in weights:
+        if is_adapter(name):
+            weights[name] = torch.randn_like(weights[name]) / 8
+    (tmp_path / "out").mkdir()
+    spec.export(tmp_path / "out", weights.__getitem__, "fp32")
+    spec.module.load_state_dict(weights, assign=True, strict=False)
+    spec.module.eval()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    ids = torch.randint(0, tiny.VOCAB, (2, 7))
+    hidden, _ = spec.hidden(tiny.batch(ids))
+    torch.testing.assert_close(
+        exported(ids).logits.flatten(0, 1), spec.head(hidden.flatten(0, 1)), rtol=1e-4, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("train", [{"recompute": True}, {"micro_batch": 4}, {"loss_chunk": 7}], ids=str)
 def test_how_a_step_is_cut_changes_nothing(tmp_path, train):
     whole = run(recipe_in(tmp_path), tmp_path / "whole").series("loss")

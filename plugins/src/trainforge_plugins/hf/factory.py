@@ -14,7 +14,7 @@ from trainforge.context import Context
 from trainforge.errors import ConfigError
 from trainforge.stages import Batch, Extent, ModelSpec
 from trainforge_plugins.hf import ModelSection, structure
-from trainforge_plugins.hf.initial import InitialWeights, RandomWeights, module_initialiser
+from trainforge_plugins.hf.initial import InitialWeights, Merged, RandomWeights, Weights, module_initialiser
 from trainforge_plugins.hf.skeleton import parameters_on_meta
 
 
@@ -79,6 +79,7 @@ class FactoryModel(ModelSpec):
             )
         )
         self.adapters = ""
+        self.merged: Callable[[Weights], Merged] = lambda weights: (self.module, self.parameters, weights)
         self.weights_source: InitialWeights = RandomWeights(module, seed, module_initialiser)
         self.index_parameters()
 
@@ -102,7 +103,8 @@ class FactoryModel(ModelSpec):
         """
         from trainforge_plugins.hf.export import export_module
 
-        export_module(self.module, self.parameters, out, weights, dtype)
+        module, parameters, weights = self.merged(weights)
+        export_module(module, parameters, out, weights, dtype)
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Run the module's `hidden`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +14,10 @@ from trainforge.seeding import derive_seed
 from trainforge.stages import Extent, ParameterSpec
 
 Initialise = Callable[[nn.Module], None]
+Weights = Callable[[str], Tensor]
+"""A parameter's trained value by name, whole and on the CPU."""
+Merged = tuple[nn.Module, Sequence[ParameterSpec], Weights]
+"""A model as others know it: its module, its parameters, and what gives their values."""
 
 
 class InitialWeights(Protocol):

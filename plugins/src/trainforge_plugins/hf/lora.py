@@ -7,6 +7,7 @@ here too, because memory puts tensors into the module by them; `base_name` gives
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import re
@@ -28,7 +29,7 @@ from trainforge_plugins.hf.skeleton import parameters_on_meta
 if TYPE_CHECKING:
     from trainforge.stages import ModelSpec
     from trainforge_plugins.hf import LoraSection
-    from trainforge_plugins.hf.initial import InitialWeights
+    from trainforge_plugins.hf.initial import InitialWeights, Weights
 
 ADAPTER = "default"
 """What peft calls an adapter that nobody named."""
@@ -69,6 +70,7 @@ def add_adapters(spec: ModelSpec, section: LoraSection, seed: int) -> None:
         init_lora_weights=False,
     )
     base = {spec.name: spec for spec in model.parameters}
+    plain = copy.deepcopy(model.module)
     with parameters_on_meta():  # in a holder without a configuration, by which peft would choose other layers
         holder = nn.ModuleDict({"model": model.module})
         peft.inject_adapter_in_model(config, holder, adapter_name=ADAPTER, low_cpu_mem_usage=True)
@@ -78,6 +80,7 @@ def add_adapters(spec: ModelSpec, section: LoraSection, seed: int) -> None:
     model.weights_source = AdapterWeights(model.weights_source, base, seed)
     model.index_parameters()
     mark(model.module, model.parameters)
+    model.merged = lambda weights: (plain, tuple(base.values()), _merging(model.module, wrapped, weights))
     endings = {name.rpartition(".")[2] for name in layers}
     where = f"{counted(len(layers), 'layer')} ({listed(endings)})"
     model.adapters = f"lora: rank {section.rank} on {where}; all else is frozen"
@@ -110,6 +113,24 @@ class AdapterWeights:
     def fill_buffers(self, module: nn.Module) -> None:
         """Fill persistent buffers that the base model's weights hold."""
         self.base.fill_buffers(module)
+
+
+def _merging(module: nn.Module, wrapped: set[str], weights: Weights) -> Weights:
+    """Gives the base model's parameters with the adapters added, under the names that they have there."""
+
+    def value(name: str) -> Tensor:
+        owner, _, leaf = name.rpartition(".")
+        if owner not in wrapped:
+            return weights(name)
+        base = weights(f"{owner}.base_layer.{leaf}")
+        if leaf != "weight":
+            return base
+        a, b = (weights(f"{owner}.{part}.{ADAPTER}.weight") for part in ("lora_A", "lora_B"))
+        layer: Any = module.get_submodule(owner)
+        change = b @ a * layer.scaling[ADAPTER]
+        return base + (change.T if layer.fan_in_fan_out else change)
+
+    return value
 
 
 def _peft() -> Any:

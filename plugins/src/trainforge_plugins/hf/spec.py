@@ -20,7 +20,13 @@ from trainforge.errors import ConfigError, IncompatibleError
 from trainforge.stages import Batch, Extent, ModelSpec
 from trainforge_plugins.hf import ModelSection, attention, flops, structure
 from trainforge_plugins.hf.head import OutputHead
-from trainforge_plugins.hf.initial import InitialWeights, RandomWeights, transformers_initialiser
+from trainforge_plugins.hf.initial import (
+    InitialWeights,
+    Merged,
+    RandomWeights,
+    Weights,
+    transformers_initialiser,
+)
 from trainforge_plugins.hf.skeleton import parameters_on_meta
 from trainforge_plugins.hf.source import check_sizes, config_of_folder, config_of_values, folder_of
 from trainforge_plugins.hf.weights import FolderWeights
@@ -79,6 +85,7 @@ class HuggingFaceModel(ModelSpec):
             self.text, ("max_position_embeddings", "n_positions", "max_seq_len")
         )
         self.adapters = ""
+        self.merged: Callable[[Weights], Merged] = lambda weights: (self.module, self.parameters, weights)
         self.weights_source: InitialWeights = (
             RandomWeights(model, seed, transformers_initialiser)
             if folder is None
@@ -144,8 +151,9 @@ class HuggingFaceModel(ModelSpec):
         """Write a folder that `from_pretrained` reads: configuration, generation configuration, safetensors."""
         from trainforge_plugins.hf.export import export_folder
 
+        module, parameters, weights = self.merged(weights)
         with _quiet():
-            export_folder(self.module, self.folder, self.parameters, self.blocks, out, weights, dtype)
+            export_folder(module, self.folder, parameters, self.blocks, out, weights, dtype)
 
     def start_report(self) -> list[str]:
         """How many parameters there are and how attention and experts are computed."""
