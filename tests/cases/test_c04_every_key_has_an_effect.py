@@ -133,6 +133,10 @@ TESTED_ELSEWHERE = {
     "text.columns": "tests/text/test_formats.py::test_columns_and_tags_are_mapped_under_either_name",
     "text.tags": "tests/text/test_formats.py::test_columns_and_tags_are_mapped_under_either_name",
     "text.tokenizer": "tests/text/test_tokenizers.py::test_a_folder_gives_the_librarys_ids_and_an_end_token",
+    "text.template": "tests/text/test_packed_rows.py::test_a_resume_with_other_labels_or_rows_is_refused",
+    "text.train_on": "tests/text/test_labels.py::test_the_last_turn_or_everything",
+    "text.too_long": "tests/text/test_packed_rows.py::test_cut_rows_are_used_and_counted",
+    "text.packing": "tests/text/test_packed_rows.py::test_every_conversation_comes_whole_and_once_per_epoch",
     "text.strict": "tests/text/test_rows.py::test_strict_stops_at_the_first_bad_row",
     "text.worker_timeout": "tests/cases/test_c17_stuck_or_killed.py::test_a_tokenising_worker",
     "ddp.bucket_mb": "tests/cases/test_c23_one_sum_over_micro_batches.py::"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 if TYPE_CHECKING:
+    import click
+
     from trainforge.context import Context
     from trainforge.stages import ModelSpec, Tokenizer
 
@@ -76,6 +78,9 @@ class Provider:
         default: this provider serves its stage when nobody else is asked for. Its distribution also names
             the plugin in the entry point group `trainforge.defaults`, so that it is found without importing
             every installed plugin.
+        tools: data only: commands of `forge data`, by name: each makes a click command when it is asked for. Core adds
+            the recipe and the options that choose plugins, and calls its callback as `callback(ctx, config,
+            **options)`, with the model described and nothing else built.
         quickstart: `"package:path"` of a recipe in package data, used when there is no other recipe.
         estimate: `estimate(ctx, model, config)` for `forge plan`; None when the stage needs next to nothing.
         tokenizer: data only: `tokenizer(ctx, config)` gives the tokenizer alone, for `forge export` and `forge
@@ -87,5 +92,6 @@ class Provider:
     traits: Traits = field(default_factory=Traits)
     default: bool = False
     quickstart: str | None = None
+    tools: Mapping[str, Callable[[], click.Command]] = field(default_factory=dict)
     estimate: Callable[[Context, ModelSpec, Any], Estimate] | None = None
     tokenizer: Callable[[Context, Any], Tokenizer] | None = None

@@ -6,6 +6,7 @@ import click
 
 from trainforge import __version__
 from trainforge.cli.checkpoints import checkpoints
+from trainforge.cli.data import data
 from trainforge.cli.doctor import doctor
 from trainforge.cli.export import export
 from trainforge.cli.group import ForgeGroup, debug_option
@@ -26,5 +27,5 @@ def main() -> None:
     """Train a model from one recipe, and choose per run how each stage of training is done."""
 
 
-for _command in (run, plan, plugins, checkpoints, export, sample, doctor):
+for _command in (run, plan, data, plugins, checkpoints, export, sample, doctor):
     main.add_command(_command)

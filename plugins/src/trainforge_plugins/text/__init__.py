@@ -12,6 +12,8 @@ from trainforge.provider import Estimate, Provider, Section
 from trainforge.units import Seconds
 
 if TYPE_CHECKING:
+    import click
+
     from trainforge.context import Context
     from trainforge.stages import Data, ModelSpec
     from trainforge_plugins.text.exported import RunTokenizer
@@ -84,6 +86,26 @@ class TextSection(Section):
         "`model.hf`, else bytes)",
     )
     max_len: int = Field(512, ge=2, description="tokens per row")
+    template: str = Field(
+        "auto",
+        min_length=1,
+        description="conversations: the chat template: auto (the tokenizer's own, else plain), plain, chatml, llama3, "
+        "mistral, gemma, or a file with Jinja",
+    )
+    train_on: Literal["assistant", "all", "last"] = Field(
+        "assistant",
+        description="conversations: what is learnt: every assistant turn with its end token, only the last one, or "
+        "every token",
+    )
+    too_long: Literal["drop", "cut_prompt", "cut_tail"] = Field(
+        "drop",
+        description="conversations longer than `max_len`: left out; their longest prompts lose the middle; or they end "
+        "early",
+    )
+    packing: bool = Field(
+        True,
+        description="conversations: several in a row; false: one in each, padded to the longest of the micro-batch",
+    )
     validation: Annotated[float, Field(ge=0)] | str | tuple[str, ...] | None = Field(
         0.02, description="held out for evaluation: a share of the rows (below 1), a count of rows, or a path"
     )
@@ -162,6 +184,13 @@ def tokenizer(ctx: Context, config: TextSection) -> RunTokenizer:
     return RunTokenizer(ctx, config)
 
 
+def inspect_command() -> click.Command:
+    """`forge data inspect`."""
+    from trainforge_plugins.text.inspection import inspect
+
+    return inspect
+
+
 @hookimpl
 def forge_data() -> Provider:
     """The default data stage."""
@@ -169,6 +198,7 @@ def forge_data() -> Provider:
         build=build,
         config=TextSection,
         default=True,
+        tools={"inspect": inspect_command},
         quickstart="trainforge_plugins.text:quickstart.yaml",
         estimate=estimate,
         tokenizer=tokenizer,

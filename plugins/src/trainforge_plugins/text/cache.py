@@ -1,9 +1,9 @@
 """The token cache: a data set's tokens in one memory-mapped file, built once under a lock.
 
-A cache folder holds `index.json`, which names the two data files that belong to it: all tokens one after the other,
-and an int64 for each document: where it begins. Data files are written under other names, and the index is replaced
-last and in one go, so that a reader sees the old cache or the new one; files no index names are left from a build
-that was cut short and are removed by the next.
+A cache folder holds `index.json`, which names the data files that belong to it: all tokens one after the other; an
+int64 for each document: where it begins; and for conversations a byte for each token: whether it is to be learnt. Data
+files are written under other names, and the index is replaced last and in one go, so that a reader sees the old cache
+or the new one; files no index names are left from a build that was cut short and are removed by the next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +28,7 @@ from trainforge.errors import DataError
 from trainforge.units import format_bytes
 from trainforge_plugins.text.ledger import RowLedger
 from trainforge_plugins.text.pool import tokenise_all, worker_count
+from trainforge_plugins.text.rendering import Rendering
 from trainforge_plugins.text.sources import Source
 from trainforge_plugins.text.tokenise import Reading
 from trainforge_plugins.text.tokenizers import Tokenizer
@@ -49,6 +50,7 @@ class CacheRequest:
     strict: bool
     workers: int | str
     worker_timeout_s: float
+    rendering: Rendering | None = None
 
     def identity(self) -> dict[str, Any]:
         """Everything that decides the tokens. A cache with another identity is built again."""
@@ -58,6 +60,7 @@ class CacheRequest:
             "files": {str(s.path): [s.format, s.size, s.mtime_ns] for s in self.sources},
             "reading": [[str(s.path), s.repeat, s.share, s.limit, s.rows.identity()] for s in self.sources],
             "strict": self.strict,
+            "rendering": {} if self.rendering is None else self.rendering.identity(),
         }
 
 
@@ -67,9 +70,10 @@ class TokenCache:
     Attributes:
         tokens: number of tokens.
         documents: number of documents.
-        digest: hash of tokens and document starts: the same exactly when the data are the same.
+        digest: hash of tokens, document starts and labels: the same exactly when the data are the same.
         top: the largest token id, and the row where it first stands.
         ledger: the row ledger of the build.
+        conversations: whether the documents are conversations, with labels.
     """
 
     def __init__(self, folder: Path, index: dict[str, Any]) -> None:
@@ -78,9 +82,11 @@ class TokenCache:
         self.digest: str = index["digest"]
         self.top: tuple[int, str] = tuple(index["top"])
         self.ledger: dict[str, Any] = index["ledger"]
-        self._maps = [_map(folder / index["tokens_file"]), _map(folder / index["starts_file"])]
+        self._maps = [_map(folder / name) for name in index["files"]]
+        self._labels = np.frombuffer(self._maps[2], np.uint8) if len(self._maps) > 2 else None
         self._tokens = np.frombuffer(self._maps[0], np.dtype(index["dtype"]))
         self._starts = np.frombuffer(self._maps[1], np.int64)
+        self.conversations = self._labels is not None
         self._reads = 0
 
     def read(self, begin: int, end: int) -> np.ndarray:
@@ -92,6 +98,22 @@ class TokenCache:
             ) in self._maps:  # pages stay in the system's cache, but no longer count as this process's
                 mapped.madvise(mmap.MADV_DONTNEED)
         return self._tokens[begin:end].astype(np.int64)
+
+    def supervised(self, begin: int, end: int) -> np.ndarray:
+        """Which of the tokens from `begin` up to `end` are to be learnt, bool."""
+        if self._labels is None:
+            return np.ones(min(end, self.tokens) - begin, bool)
+        return self._labels[begin:end].astype(bool)
+
+    def count_supervised(self) -> int:
+        """How many tokens are to be learnt, but for the first of each document."""
+        if self._labels is None:
+            return self.tokens - self.documents
+        return int(np.count_nonzero(self._labels)) - int(np.count_nonzero(self._labels[self._starts]))
+
+    def bounds(self) -> np.ndarray:
+        """Where each document begins, and where the last ends: int64 `[documents + 1]`."""
+        return np.append(self._starts, self.tokens)
 
     def starts(self, begin: int, end: int) -> np.ndarray:
         """Where documents begin after `begin` and up to `end` (inclusive), relative to `begin`."""
@@ -173,8 +195,12 @@ def _valid_index(folder: Path, request: CacheRequest) -> tuple[dict[str, Any] | 
     try:
         index = json.loads(path.read_text("utf-8"))
         saved = index["identity"]
-        sizes = {index["tokens_file"]: index["tokens"] * np.dtype(index["dtype"]).itemsize}
-        sizes[index["starts_file"]] = index["documents"] * 8
+        widths = (
+            index["tokens"] * np.dtype(index["dtype"]).itemsize,
+            index["documents"] * 8,
+            index["tokens"],
+        )
+        sizes = dict(zip(index.get("files", ()), widths, strict=False))
     except (ValueError, KeyError, TypeError):
         return None, f"{path} cannot be read"
     reason = _difference(saved, request.identity())
@@ -203,6 +229,9 @@ def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     for path in old["files"]:
         if path not in new["files"]:
             return f"{path} is gone"
+    for key in {**new["rendering"], **old["rendering"]}:
+        if old["rendering"].get(key) != new["rendering"].get(key):
+            return f"{key} has changed"
     if list(old["files"]) != list(new["files"]):
         return "the files come in another order"
     if old["reading"] != new["reading"]:
@@ -215,16 +244,18 @@ def _build(folder: Path, request: CacheRequest, console: Console) -> dict[str, A
     for leftover in folder.glob("*.partial"):
         leftover.unlink()
     ledger = RowLedger(request.strict)
-    paths = [folder / "tokens.partial", folder / "starts.partial"]
-    with paths[0].open("wb") as tokens_file, paths[1].open("wb") as starts_file:
-        writer = _Writer(tokens_file, starts_file, request.tokenizer)
+    kinds = ("tokens", "starts") if request.rendering is None else ("tokens", "starts", "labels")
+    paths = [folder / f"{kind}.partial" for kind in kinds]
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("wb")) for path in paths]
+        writer = _Writer(files, request.tokenizer)
         _tokenise(request, writer, ledger, console)
-        for file in (tokens_file, starts_file):
+        for file in files:
             file.flush()
             os.fsync(file.fileno())
     assert ledger.top is not None
     digest = writer.digest()
-    names = [f"tokens-{digest[:16]}.bin", f"starts-{digest[:16]}.bin"]
+    names = [f"{kind}-{digest[:16]}.bin" for kind in kinds]
     for path, name in zip(paths, names, strict=True):
         path.replace(folder / name)
     index = {
@@ -235,8 +266,7 @@ def _build(folder: Path, request: CacheRequest, console: Console) -> dict[str, A
         "digest": digest,
         "top": ledger.top,
         "ledger": ledger.as_dict(),
-        "tokens_file": names[0],
-        "starts_file": names[1],
+        "files": names,
     }
     _replace_index(folder, index)
     for old in folder.glob("*.bin"):
@@ -255,20 +285,19 @@ def _replace_index(folder: Path, index: dict[str, Any]) -> None:
 
 
 class _Writer:
-    """Appends tokens and document starts to the two data files."""
+    """Appends tokens, document starts and perhaps labels to the data files."""
 
-    def __init__(self, tokens_file: BinaryIO, starts_file: BinaryIO, tokenizer: Tokenizer) -> None:
-        self._tokens_file, self._starts_file, self._dtype = tokens_file, starts_file, tokenizer.dtype
-        self._hashes = (xxhash.xxh3_128(), xxhash.xxh3_128())
+    def __init__(self, files: Sequence[BinaryIO], tokenizer: Tokenizer) -> None:
+        self._files, self._dtype = files, tokenizer.dtype
+        self._hashes = [xxhash.xxh3_128() for _ in files]
         self.tokens = self.documents = 0
 
-    def write(self, tokens: np.ndarray, starts: np.ndarray) -> None:
-        """Append tokens; `starts` are relative to the first of them."""
+    def write(self, tokens: np.ndarray, starts: np.ndarray, labels: np.ndarray | None) -> None:
+        """Append tokens; `starts` are relative to the first of them; `labels` for conversations."""
         starts = (starts + self.tokens).astype(np.int64)
         tokens = tokens.astype(self._dtype, copy=False)
-        for file, hashed, values in zip(
-            (self._tokens_file, self._starts_file), self._hashes, (tokens, starts), strict=True
-        ):
+        parts = (tokens, starts) if labels is None else (tokens, starts, labels)
+        for file, hashed, values in zip(self._files, self._hashes, parts, strict=True):
             file.write(values.data)
             hashed.update(values.data)
         self.tokens += len(tokens)
@@ -276,8 +305,8 @@ class _Writer:
 
     def digest(self) -> str:
         """Hash of all that was written."""
-        both = self._hashes[0].digest() + self._hashes[1].digest() + self._dtype.str.encode()
-        return str(xxhash.xxh3_128(both).hexdigest())
+        parts = [*(hashed.digest() for hashed in self._hashes), self._dtype.str.encode()]
+        return str(xxhash.xxh3_128(b"".join(parts)).hexdigest())
 
 
 def _tokenise(request: CacheRequest, writer: _Writer, ledger: RowLedger, console: Console) -> None:
@@ -291,15 +320,20 @@ def _tokenise(request: CacheRequest, writer: _Writer, ledger: RowLedger, console
     with console.task("tokenising", total, "B") as task:
         open_document = False
         for unit, piece in tokenise_all(
-            units, request.tokenizer, Reading(request.field), workers, request.worker_timeout_s
+            units,
+            request.tokenizer,
+            Reading(request.field, request.rendering),
+            workers,
+            request.worker_timeout_s,
         ):
             if unit.format == "text" and len(piece.tokens) and not open_document:
                 piece.starts = np.zeros(1, np.int64)
                 open_document = True
             ledger.add(unit, piece)
-            writer.write(piece.tokens, piece.starts)
+            writer.write(piece.tokens, piece.starts, piece.labels)
             if unit.last and open_document:
-                writer.write(end, np.empty(0, np.int64))
+                writer.write(end, np.empty(0, np.int64), None)
                 open_document = False
             task.advance(unit.stop - unit.start)
-    ledger.require_rows(request.field, request.sources)
+    longest = None if request.rendering is None else request.rendering.max_len
+    ledger.require_rows(request.field, request.sources, longest)

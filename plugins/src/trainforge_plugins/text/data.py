@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainforge.errors import DataError, IncompatibleError
+from trainforge.errors import ConfigError, DataError, IncompatibleError
 from trainforge.stages import Batch, Data, PartState
 from trainforge_plugins.text.cache import CacheRequest, TokenCache, open_cache
+from trainforge_plugins.text.chat import choose_template
 from trainforge_plugins.text.inputs import find_files, find_inputs, places
 from trainforge_plugins.text.ledger import skipped_lines
 from trainforge_plugins.text.order import Permutation
-from trainforge_plugins.text.packing import Rows, collate
+from trainforge_plugins.text.packing import ConversationRows, Rows, TextRows, collate
+from trainforge_plugins.text.rendering import Rendering
 from trainforge_plugins.text.sources import Source
 from trainforge_plugins.text.split import Split, split_rows
 from trainforge_plugins.text.tokenizers import Tokenizer, load_tokenizer
@@ -39,11 +41,7 @@ def build_data(ctx: Context, config: TextSection) -> TextData:
             f"{positions}"
         )
     sources = find_inputs(config)
-    if config.field != "text" and all(source.format == "text" for source in sources):
-        raise DataError(
-            f"text.field is {config.field!r}, but {', '.join(places(config))} holds plain text, which has no fields: "
-            "leave text.field out, or set text.format to jsonl"
-        )
+    _check_wishes(config, sources)
     tokenizer = load_tokenizer(ctx, config.tokenizer)
     _check_end_token(tokenizer, ctx.model.vocab_size)
     cache = _open(ctx, config, tokenizer, places(config), sources)
@@ -52,11 +50,36 @@ def build_data(ctx: Context, config: TextSection) -> TextData:
     if isinstance(validation, str | tuple):
         patterns = [validation] if isinstance(validation, str) else list(validation)
         held_out = _open(ctx, config, tokenizer, patterns, find_files(config, patterns))
-        separate = Rows(held_out, config.max_len, tokenizer.end or 0)
+        separate = _rows(config, tokenizer, held_out)
         validation = None
-    rows = Rows(cache, config.max_len, tokenizer.end or 0)
+    rows = _rows(config, tokenizer, cache)
     split = split_rows(len(rows), _held_out(len(rows), validation))
     return TextData(ctx, config, tokenizer, cache, rows, split, separate)
+
+
+def _check_wishes(config: TextSection, sources: Sequence[Source]) -> None:
+    """Refuse keys that could change nothing with what the files hold."""
+    formats = {source.format for source in sources}
+    if config.field != "text" and formats == {"text"}:
+        raise DataError(
+            f"text.field is {config.field!r}, but {', '.join(places(config))} holds plain text, which has no fields: "
+            "leave text.field out, or set text.format to jsonl"
+        )
+    if "chat" in formats:
+        return
+    for name in ("template", "train_on", "too_long", "packing"):
+        if getattr(config, name) != type(config).model_fields[name].default:
+            raise ConfigError(
+                f"text.{name} is for conversations, and these files hold other text: leave it out, or set text.format "
+                "to how their rows hold conversations"
+            )
+
+
+def _rows(config: TextSection, tokenizer: Tokenizer, cache: TokenCache) -> Rows:
+    padding = tokenizer.end or 0
+    if cache.conversations:
+        return ConversationRows(cache, config.max_len, padding, config.packing)
+    return TextRows(cache, config.max_len, padding)
 
 
 def _open(
@@ -66,11 +89,10 @@ def _open(
     patterns: Sequence[str],
     sources: Sequence[Source],
 ) -> TokenCache:
-    if sources[0].format == "chat":
-        raise DataError(
-            f"{sources[0].path} holds conversations, on which this version does not train: set text.format: jsonl and "
-            "text.field to train on one of its columns as text"
-        )
+    rendering = None
+    if any(source.format == "chat" for source in sources):
+        template = choose_template(config.template, tokenizer)
+        rendering = Rendering(template, config.train_on, config.max_len, config.too_long)
     request = CacheRequest(
         sources,
         tokenizer,
@@ -78,6 +100,7 @@ def _open(
         config.strict,
         config.workers,
         config.worker_timeout,
+        rendering,
     )
     root = Path(config.cache or ctx.cache_dir).expanduser()
     cache = open_cache(root, patterns, request, ctx.console, ctx.local_rank == 0)
@@ -123,6 +146,11 @@ class TextData(Data):
 
     Nothing here is random but the order, and the order is computed from (seed, epoch, position): so the samples of a
     step are the same for any number of ranks, and after any resume.
+
+    Attributes:
+        tokenizer: what made the tokens.
+        cache: where they lie.
+        samples: training rows in an epoch.
     """
 
     def __init__(
@@ -135,7 +163,7 @@ class TextData(Data):
         split: Split,
         separate: Rows | None,
     ) -> None:
-        self._config, self._tokenizer, self._cache = config, tokenizer, cache
+        self._config, self.tokenizer, self.cache = config, tokenizer, cache
         self._rows, self._split, self._separate = rows, split, separate
         self._seed, self._rank, self._world, self._batching = ctx.run.seed, ctx.rank, ctx.world, ctx.batching
         self._pin = ctx.device.type != "cpu"
@@ -201,38 +229,60 @@ class TextData(Data):
 
     def ledger(self) -> dict[str, Any]:
         """Rows (lines) seen, used and skipped by reason, and what they became."""
-        return {**self._cache.ledger, "tokens": self._cache.tokens, "packed_rows": len(self._rows)}
+        counts = {"tokens": self.cache.tokens, "packed_rows": len(self._rows)}
+        if self.cache.conversations:
+            counts["supervised"] = self.cache.count_supervised()
+        return {**self.cache.ledger, **counts}
 
     def start_report(self) -> list[str]:
         """Sizes, and what was skipped if anything was."""
-        cache, held = self._cache, self._split.held_out
+        cache, held = self.cache, self._split.held_out
+        kind = "conversation" if cache.conversations else "document"
         line = (
-            f"{cache.documents:,} document{'s' * (cache.documents != 1)}, "
-            f"{cache.tokens:,} tokens ({self._tokenizer.name}), "
+            f"{cache.documents:,} {kind}{'s' * (cache.documents != 1)}, "
+            f"{cache.tokens:,} tokens ({self.tokenizer.name}), "
             f"{self.samples:,} training rows of {self._config.max_len}"
         )
         if self._separate is not None:
             line += f", {len(self._separate):,} rows for validation from other files"
         elif held:
             line += f", {held:,} rows held out for validation"
-        if self._tokenizer.end is None:
+        if self.tokenizer.end is None:
             line += "; the tokenizer has no end token, so documents follow each other without one"
-        return [line, *skipped_lines(cache.ledger)]
+        return [line, *self._of_conversations(), *skipped_lines(cache.ledger)]
+
+    def _of_conversations(self) -> list[str]:
+        """What is learnt of them, how full the rows are, and how many were cut, if any were."""
+        cache, config = self.cache, self._config
+        if not cache.conversations:
+            return []
+        learnt = cache.count_supervised()
+        line = f"{learnt:,} tokens ({learnt / cache.tokens:.1%}) are learnt (train_on: {config.train_on})"
+        if config.packing:
+            line += f"; rows are {cache.tokens / (len(self._rows) * config.max_len):.1%} full"
+        truncated, used = cache.ledger["truncated"], cache.ledger["used"]
+        if not truncated:
+            return [line]
+        return [
+            line,
+            f"{truncated:,} cut to {config.max_len} tokens ({truncated / used:.2%}, too_long: {config.too_long})",
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
-        return self._tokenizer.decode(ids)
+        return self.tokenizer.decode(ids)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without an end token."""
-        return [int(token) for token in self._tokenizer.encode(text.encode("utf-8", "replace"))]
+        return [int(token) for token in self.tokenizer.encode(text.encode("utf-8", "replace"))]
 
     def _fingerprint(self) -> dict[str, Any]:
         return {
-            "data set": f"{self._cache.digest} ({self._cache.tokens:,} tokens)",
-            "tokenizer": self._tokenizer.fingerprint,
+            "data set": f"{self.cache.digest} ({self.cache.tokens:,} tokens)",
+            "tokenizer": self.tokenizer.fingerprint,
             "run.seed": self._seed,
             "text.max_len": self._config.max_len,
+            **({"text.packing": self._config.packing} if self.cache.conversations else {}),
             "text.shuffle": self._config.shuffle,
             "text.last_batch": self._config.last_batch,
             "rows held out (text.validation)": self._split.held_out,
