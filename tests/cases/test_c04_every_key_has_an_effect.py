@@ -92,6 +92,23 @@ EFFECTS = {
     "train.loss_chunk": Effect(7, lambda s: s.head_rows, 64, 7),
     "train.save_every": Effect(1, lambda s: s.saves, 1, 4),
     "train.keep": Effect(3, lambda s: len(s.checkpoints), 2, 3, train(save_every=1)),
+    "train.keep_every": Effect(
+        2,
+        lambda s: s.checkpoints,
+        ["step-00000004"],
+        ["step-00000002", "step-00000004"],
+        train(save_every=1, keep=1),
+    ),
+    "train.best": Effect(
+        "eval_loss", lambda s: s.saves > 1, False, True, train(eval_every=1) | text(validation=2)
+    ),
+    "train.early_stop": Effect(
+        {"metric": "eval_loss", "patience": 1, "min_delta": 1e9},
+        lambda s: s.summary["steps"],
+        4,
+        2,
+        train(eval_every=1) | text(validation=2),
+    ),
     "train.eval_every": Effect(
         2, lambda s: next(m for m in s.metrics if "eval_loss" in m)["step"], 4, 2, text(validation=2)
     ),
@@ -276,6 +293,12 @@ IN_VAIN = {
     ),
     "a field of plain text": (text(field="body"), "which has no fields"),
     "a card beside the CPU": ({"run": {"devices": [0]}}, "run.devices picks cards but run.device is cpu"),
+    "keeping for ever what is never saved": (
+        train(keep_every=2),
+        "keep_every has no effect without save_every",
+    ),
+    "the best of no evaluations": (train(best="eval_loss"), "best has no effect without eval_every"),
+    "patience with no evaluations": (train(early_stop={}), "early_stop has no effect without eval_every"),
     "saving every 0 steps": (train(save_every=0), "train.save_every"),
     "saving every -3 steps": (train(save_every=-3), "train.save_every"),
     "saving every no time": (train(save_every="0s"), "must be longer than nothing"),

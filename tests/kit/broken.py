@@ -552,6 +552,13 @@ class KeepsEverything(ReferenceCheckpoint):
         self._keep = 100
 
 
+@breaks("checkpoint", "test_retention_follows_the_recipe", "there are [6, 7]")
+class KnowsKeepOnly(ReferenceCheckpoint):
+    def __init__(self, ctx):
+        super().__init__(ctx)
+        self._keep_every = self._best = None
+
+
 @breaks("checkpoint", "test_a_save_can_be_repeated", "saving step 12 twice")
 class SavesAStepOnce(ReferenceCheckpoint):
     def save(self, step, parts):

@@ -52,13 +52,47 @@ def test_nothing_there_is_an_empty_list(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"step": 1}', '{"step": "x", "writer": "a", "saved_at": 1}', "\xff"]
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"step": 1}',
+        '{"step": "x", "writer": "a", "saved_at": 1}',
+        "\xff",
+        "[" * 100_000,
+        '{"step": 1e999, "writer": "a", "saved_at": 1}',
+        '{"step": 1, "writer": "a", "saved_at": 1' + "0" * 400 + "}",
+        '{"step": 1, "writer": "a", "saved_at": NaN}',
+        '{"step": 1, "writer": "./evil.py", "saved_at": 1}',
+        '{"step": 1, "writer": "evil.py", "saved_at": 1}',
+        '{"step": 1, "writer": "../a", "saved_at": 1}',
+        '{"step": 1, "writer": "a", "saved_at": 1, "metrics": [1]}',
+    ],
+    ids=range(14),
 )
 def test_an_unusable_checkpoint_json_is_named(tmp_path: Path, text: str):
     path = write(tmp_path, 1)
     (path / "checkpoint.json").write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError, match=r"step-00000001 has no usable checkpoint\.json"):
         list_checkpoints(tmp_path)
+
+
+def test_a_program_that_comes_with_a_checkpoint_is_not_run(tmp_path: Path):
+    folder = tmp_path / "run"
+    info_path = write(folder / "checkpoints", 1, writer="evil")
+    (folder / "evil.py").write_text("raise SystemExit('it was run')")
+    plan = {"stages": {"checkpoint": {"plugin": "evil", "reference": str(folder / "evil.py")}}}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(SelectionError, match="no plugin is called evil"):
+        verify_checkpoint(list_checkpoints(info_path.parent)[0])
+
+
+def test_what_a_checkpoint_was_measured_at_and_whether_it_is_finite_is_listed(tmp_path: Path):
+    write(tmp_path, 1, metrics={"eval_loss": 2.5})
+    write(tmp_path, 2, finite=False)
+    found = list_checkpoints(tmp_path)
+    assert [(dict(info.metrics), info.finite) for info in found] == [({"eval_loss": 2.5}, True), ({}, False)]
 
 
 def test_a_folder_that_says_another_step_is_refused(tmp_path: Path):

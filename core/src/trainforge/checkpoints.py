@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,14 +66,22 @@ def remove_checkpoint(info: CheckpointInfo) -> None:
 
 
 def _about(path: Path) -> dict[str, Any]:
+    """The fields of the contract. Whoever wrote them may have meant harm: the writer names a plugin, never a file."""
     try:
         about = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
-        return {
+        facts: dict[str, Any] = {
             "writer": str(about["writer"]),
             "step": int(about["step"]),
             "saved_at": float(about["saved_at"]),
+            "metrics": {str(name): float(value) for name, value in dict(about.get("metrics", {})).items()},
+            "finite": about.get("finite", True) is True,
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not re.fullmatch(r"[A-Za-z_][\w.-]*(?<!\.py)", facts["writer"]):
+            raise ValueError("writer is no name of a plugin")
+        if not math.isfinite(facts["saved_at"]):
+            raise ValueError("saved_at is no time")
+        return facts
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise CheckpointError(
             f"the checkpoint {path} has no usable checkpoint.json ({type(error).__name__}: {error}): move it away"
         ) from error
@@ -84,7 +94,9 @@ def _info(step: int, path: Path) -> CheckpointInfo:
             f"the checkpoint {path} says in checkpoint.json that it is of step {about['step']}"
         )
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    return CheckpointInfo(step, path, about["writer"], size, about["saved_at"])
+    return CheckpointInfo(
+        step, path, about["writer"], size, about["saved_at"], about["metrics"], about["finite"]
+    )
 
 
 def open_reader(info: CheckpointInfo) -> Checkpoint:
@@ -133,9 +145,16 @@ def build_reader(writer: str, reference: str, ctx: Context) -> Checkpoint:
 
 
 def writer_reference(run_dir: Path, writer: str) -> str:
-    """What names the writer: its plugin name, or the file that plan.json says it came from."""
+    """What names the writer: its plugin name, or the file that plan.json says it came from.
+
+    A file within the run folder does not count: no program that comes with a checkpoint is run.
+    """
     try:
         record = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))["stages"]["checkpoint"]
-        return str(record.get("reference", writer)) if record["plugin"] == writer else writer
-    except (OSError, ValueError, KeyError, TypeError):
+        if record["plugin"] != writer:
+            return writer
+        reference = str(record.get("reference", writer))
+        inside = Path(reference).resolve().is_relative_to(run_dir.resolve())
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return writer
+    return writer if inside else reference

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trainforge.cadence import CadenceClock
 from trainforge.evaluation import EvaluationCut, evaluate
 from trainforge.measure import StepFigures
+from trainforge.patience import Verdict, judge
 from trainforge.schedule import learning_rate
 from trainforge.seeding import derive_seed, micro_batch_seed, seed_everything
 from trainforge.stages import Update
@@ -36,13 +37,13 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
     """Take steps until `run.last_step`, or until a rank is asked to stop; saves at the end either way.
 
     Returns:
-        `"finished"`, `"max_steps"` or `"stopped"`.
+        `"finished"`, `"max_steps"`, `"early_stopped"` (by `train.early_stop`) or `"stopped"` (by a signal).
     """
     state, save_clock = run.state, CadenceClock(run.train.save_every)
     figures = StepFigures(run)
-    stopped = False
+    stopped, verdict = False, Verdict()
     run.ledger.restart()
-    while state.step < run.last_step and not stopped:
+    while state.step < run.last_step and not (stopped or verdict.stop):
         step = state.step + 1
         run.doing = ("data", f"taking the batches of step {step}")
         seed_everything(derive_seed(run.seed, "data", step, run.ctx.rank))
@@ -62,17 +63,19 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
         # One rank alone need not wait for the next step's agreement.
         stopped = stopped or (run.ctx.world == 1 and stop_requested())
 
+        verdict = Verdict()
         if not stopped and _evaluation_due(run, step):
             try:
-                state.eval_loss = evaluate(run, stop_requested)
+                verdict = judge(run, evaluate(run, stop_requested))
             except EvaluationCut:
                 stopped = True
             run.ledger.lap("evaluate")
-        last = stopped or step == run.last_step
+        last = stopped or verdict.stop or step == run.last_step
+        saves = last or totals.save or verdict.save
         log = step % run.train.log_every == 0 or last
-        if log or totals.save:
+        if log or saves:
             figures.read()  # before saving, so that the checkpoint has the losses and counts of this step
-        if totals.save or last:
+        if saves:
             save(run)
             save_clock.done()
             run.ledger.lap("checkpoint")
@@ -88,7 +91,9 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
     _tell_committed(run)
     if stopped:
         return "stopped"  # also after the very last step, whose evaluation was left out
-    return "finished" if state.step >= run.steps else "max_steps"
+    if state.step >= run.steps:
+        return "finished"
+    return "early_stopped" if verdict.stop else "max_steps"
 
 
 def _evaluation_due(run: Run, step: int) -> bool:
@@ -160,4 +165,9 @@ def save(run: Run) -> None:
 def _tell_committed(run: Run) -> None:
     run.doing = ("checkpoint", "committing a checkpoint")
     for info in run.stages.checkpoint.committed():
+        if not info.finite:
+            run.console.warn(
+                f"the weights of step {info.step} are not finite: its checkpoint takes no other's place and is not "
+                "resumed from. Stop the run, lower train.lr or look at the rows before this step"
+            )
         run.events.checkpoint_saved(run, info.step, info.path)

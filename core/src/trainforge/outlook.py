@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trainforge.checkpoints import list_checkpoints
 from trainforge.errors import CheckpointError
+from trainforge.retention import newest_usable
 
 
 def outlook(run_dir: Path) -> str:
@@ -14,6 +15,9 @@ def outlook(run_dir: Path) -> str:
         found = list_checkpoints(run_dir / "checkpoints")
     except (CheckpointError, OSError):
         return f"What was saved cannot be told: look into {run_dir / 'checkpoints'}."
-    if not found:
+    newest = newest_usable(found)
+    if found and newest is None:
+        return "No checkpoint has weights that are all finite: start over with --fresh."
+    if newest is None:
         return "Nothing was saved: the next start begins at step 1."
-    return f"Run again to resume from step {found[-1].step}, the newest checkpoint in {run_dir}."
+    return f"Run again to resume from step {newest.step}, the newest checkpoint in {run_dir}."

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from trainforge.blame import blaming
 from trainforge.checkpoints import build_reader, list_checkpoints, writer_reference
 from trainforge.errors import CheckpointError, ConfigError
+from trainforge.retention import newest_usable
 from trainforge.units import format_seconds
 
 if TYPE_CHECKING:
@@ -44,13 +45,14 @@ def find_checkpoint(ctx: Context, folder: RunFolder, options: RunOptions) -> Fou
 
     Raises:
         ConfigError: there is none of the step that was asked for.
+        CheckpointError: there are some, and the weights of none are finite.
     """
-    found = _look(folder, options) if ctx.rank == 0 else None
+    found = _look(ctx, folder, options) if ctx.rank == 0 else None
     facts = ctx.comm.gather(None if found is None else asdict(found))[0]
     return None if facts is None else Found(**facts)
 
 
-def _look(folder: RunFolder, options: RunOptions) -> Found | None:
+def _look(ctx: Context, folder: RunFolder, options: RunOptions) -> Found | None:
     existing = list_checkpoints(folder.checkpoints)
     wanted = [info for info in existing if options.resume in (None, info.step)]
     if options.resume is not None and not wanted:
@@ -60,7 +62,17 @@ def _look(folder: RunFolder, options: RunOptions) -> Found | None:
         )
     if not wanted:
         return None
-    info = wanted[-1]
+    info = wanted[-1] if options.resume is not None else newest_usable(wanted)
+    if info is None:
+        raise CheckpointError(
+            f"no checkpoint in {folder.path} has weights that are all finite: start over with --fresh and a lower "
+            "train.lr"
+        )
+    if info is not wanted[-1]:
+        ctx.console.warn(
+            f"the weights of step {wanted[-1].step} are not finite: going back to step {info.step}. What led there may "
+            "happen again: look at the rows in between, or lower train.lr with --allow-change train.lr"
+        )
     return Found(info.step, str(info.path), info.writer, writer_reference(folder.path, info.writer))
 
 

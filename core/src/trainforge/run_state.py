@@ -23,6 +23,10 @@ class RunState:
         loss_first: loss of the first logged interval.
         loss_last: loss of the last one.
         eval_loss: mean loss on the validation split, when it was last measured.
+        eval_step: the step after which that was.
+        eval_lowest: the lowest of them so far.
+        eval_to_beat: the lowest that fell by more than `train.early_stop.min_delta`.
+        evaluations_in_vain: how many evaluations since then did not.
     """
 
     step: int = 0
@@ -33,6 +37,10 @@ class RunState:
     loss_first: float | None = None
     loss_last: float | None = None
     eval_loss: float | None = None
+    eval_step: int | None = None
+    eval_lowest: float | None = None
+    eval_to_beat: float | None = None
+    evaluations_in_vain: int = 0
 
     def state(self) -> PartState:
         """The counters and the random generators' states, all plain data."""

@@ -16,6 +16,7 @@ from trainforge.errors import DataExhausted, RanksError, TrainForgeError, UserEr
 from trainforge.evaluation import EvaluationCut, evaluate
 from trainforge.live import Run, Stages
 from trainforge.loop import train
+from trainforge.patience import judge, stops_early, why_early
 from trainforge.provider import STAGES
 from trainforge.ranks import Ranks, default_threads, device_note, pick_device
 from trainforge.runfolder import RunFolder
@@ -127,7 +128,7 @@ def _context(
 
 def carry_out(run: Run, stop_requested: Callable[[], bool]) -> int:
     """Train, write the summary and tell observers how it ended."""
-    if run.state.step >= run.steps:
+    if run.state.step >= run.steps or stops_early(run.state, run.train):
         return _finished_before(run, stop_requested)
     try:
         with _blaming_who_works(run):
@@ -198,14 +199,21 @@ def _finished_before(run: Run, stop_requested: Callable[[], bool]) -> int:
     summary = run.folder.read_json("summary.json")
     here = isinstance(summary, dict) and summary.get("steps") == run.state.step
     status = run.stages.comm.gather(summary.get("status") if here else None)[0]
-    if status == "stopped":
+    if status == "stopped" and run.state.step >= run.steps:
         with _blaming_who_works(run):
             try:
-                run.state.eval_loss = evaluate(run, stop_requested)
+                judge(run, evaluate(run, stop_requested))
             except EvaluationCut:
                 return EXIT_STOPPED
-    if status != "finished":
-        _record(run, summarise(run, "finished"))
+    early = run.state.step < run.steps
+    if status != ("early_stopped" if early else "finished"):
+        _record(run, summarise(run, "early_stopped" if early else "finished"))
+    if early:
+        run.console.note(
+            f"this run has ended early at step {run.state.step}: {why_early(run.state)}. Raise "
+            f"train.early_stop.patience (or leave early_stop out) to train on. Everything lies in {run.path}"
+        )
+        return EXIT_DONE
     run.console.note(
         f"this run is finished: {run.state.step} steps are done and the recipe asks for {run.steps}. Raise "
         f"train.steps to train on, or start over with --fresh. Everything lies in {run.path}"

@@ -58,6 +58,14 @@ class RateGroup(Section):
         return self
 
 
+class EarlyStop(Section):
+    """When a run that no longer gets better ends."""
+
+    metric: Literal["eval_loss"] = Field("eval_loss", description="what must fall")
+    patience: int = Field(3, ge=1, description="evaluations in a row without a fall after which the run ends")
+    min_delta: float = Field(0.0, ge=0, description="a fall must be larger than this")
+
+
 class TrainSection(Section):
     """How long, how much per step, and the numbers of the optimizer."""
 
@@ -109,6 +117,16 @@ class TrainSection(Section):
         None, description="steps, or a duration such as 10min; null: only at the end"
     )
     keep: int = Field(2, ge=1, description="checkpoints to keep; older ones go once a newer one is verified")
+    keep_every: int | None = Field(
+        None, ge=1, description="checkpoints of every so many steps are kept for ever, besides `keep`"
+    )
+    best: Literal["eval_loss"] | None = Field(
+        None, description="also save at, and keep, the evaluation with the lowest validation loss"
+    )
+    early_stop: EarlyStop | None = Field(
+        None,
+        description="end the run when the validation loss no longer falls: `{patience: 3, min_delta: 0.001}`",
+    )
     eval_every: int | None = Field(None, ge=1, description="steps between evaluations; null: only at the end")
     log_every: int = Field(
         10, ge=1, description="steps between log lines; losses are read from the device only then"
@@ -136,4 +154,9 @@ class TrainSection(Section):
             raise ValueError(
                 "lr_end has no effect with schedule constant: leave it out, or choose linear, cosine or wsd"
             )
+        if self.keep_every is not None and self.save_every is None:
+            raise ValueError("keep_every has no effect without save_every: say how often to save")
+        for key in ("best", "early_stop"):
+            if getattr(self, key) is not None and self.eval_every is None:
+                raise ValueError(f"{key} has no effect without eval_every: say how often to evaluate")
         return self

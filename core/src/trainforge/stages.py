@@ -354,9 +354,9 @@ class Optimizer(Stage, ABC):
 class Checkpoint(Stage, ABC):
     """How a run survives. A committed checkpoint is a folder `step-00000012` with a `checkpoint.json`.
 
-    `checkpoint.json` is JSON with at least `step`, `writer` (plugin name), `format` (int) and `saved_at` (Unix
-    seconds); the folder gets its final name by rename, after everything in it is on disk, so a folder of that name
-    is complete. A save that was cut short leaves only names that `is_checkpoint_name` refuses.
+    `checkpoint.json` is JSON with at least `step`, `writer` (plugin name), `format` (int), `saved_at` (Unix seconds),
+    `metrics` (of `retention.measured`), `finite` (false when a tensor of key `master` is not). After a save, what
+    `retention.retention` names goes. A folder has its final name, given by rename, only once all of it is on disk.
     """
 
     @abstractmethod

@@ -15,6 +15,7 @@ from trainforge.context import Batching, Context
 from trainforge.digest import combined_digest, content_digest
 from trainforge.errors import UserError
 from trainforge.planning import make_plan
+from trainforge.retention import newest_usable
 from trainforge.stages import Comm, Extent, NamedTensor, PartState
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ def open_run(run_dir: Path, step: int | None, overrides: Sequence[str] = ()) -> 
     found = list_checkpoints(folder)
     if not found:
         raise UserError(f"{run_dir} holds no committed checkpoint yet: train until it has saved one")
-    chosen = found[-1] if step is None else next((info for info in found if info.step == step), None)
+    chosen = newest_usable(found) if step is None else next((i for i in found if i.step == step), None)
+    if chosen is None and step is None:
+        raise UserError(f"no checkpoint in {run_dir} has weights that are all finite: name one with --step")
     if chosen is None:
         kept = ", ".join(str(info.step) for info in found)
         raise UserError(f"--step {step}: there is no such checkpoint in {run_dir}; kept are {kept}")

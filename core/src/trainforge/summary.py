@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainforge.digest import weights_digest
 from trainforge.measure import peak_device_bytes, peak_host_bytes
+from trainforge.patience import why_early
 from trainforge.seeding import preserved
 from trainforge.units import format_bytes, format_seconds
 
@@ -20,7 +21,8 @@ def summarise(run: Run, status: str, error: BaseException | None = None) -> dict
     """What summary.json holds. Every rank calls it (the digest gathers sharded weights), rank 0 writes it.
 
     Args:
-        status: `finished`, `max_steps` (stopped early as asked), `stopped` (by a signal, after saving) or `failed`.
+        status: `finished`, `max_steps` (stopped early as asked), `early_stopped` (by `train.early_stop`), `stopped`
+            (by a signal, after saving) or `failed`.
         error: what ended a failed run. Then there is no digest: it takes a collective, and a failed rank must not
             wait in one for ranks that are gone.
     """
@@ -66,6 +68,7 @@ def show_summary(run: Run, summary: dict[str, Any]) -> None:
     done = {
         "finished": "finished: {}",
         "max_steps": "stopped as asked: {}; saved, run again to go on",
+        "early_stopped": "stopped early: {}; " + why_early(run.state),
         "stopped": "stopped by a signal: {}; saved, run again to resume",
     }[summary["status"]]
     taken = f"step {summary['steps']} of {run.steps} after {format_seconds(summary['seconds'])}"

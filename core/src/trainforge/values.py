@@ -8,7 +8,7 @@ the *master* is the fp32 truth behind it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -239,13 +239,23 @@ class NamedTensor:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A committed checkpoint. `writer` is the plugin that wrote it; `bytes` its size on disk."""
+    """A committed checkpoint.
+
+    Attributes:
+        writer: the plugin that wrote it.
+        bytes: its size on disk.
+        saved_at: Unix seconds.
+        metrics: what was measured at its step (`retention.measured`).
+        finite: whether all masters are; one whose masters are not is neither resumed from nor counted.
+    """
 
     step: int
     path: Path
     writer: str
     bytes: int
     saved_at: float
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    finite: bool = True
 
 
 class Tokenizer(Protocol):

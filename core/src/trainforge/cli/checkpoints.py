@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 def checkpoints(run_dir: Path, action: str, step: int | None, keep: int) -> None:
     """Look after the checkpoints in the run folder RUN.
 
-    list shows step, size, writer and date; verify lets the plugin that wrote each one check it (exit code 1 when
-    one is damaged); prune deletes all but the newest, once the newest is found sound.
+    list shows step, size, writer, date and validation loss, and marks the best; verify lets the plugin that wrote
+    each one check it (exit code 1 when one is damaged); prune deletes all but the newest usable ones, once the newest
+    is found sound.
     """
     from trainforge.checkpoints import checkpoints_folder, list_checkpoints
 
@@ -46,13 +47,19 @@ def _list(found: list[CheckpointInfo]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from trainforge.retention import best_of
     from trainforge.units import format_bytes
 
-    table = Table("step", "size", "writer", "saved", box=None, pad_edge=False)
+    best = best_of(found, "eval_loss")
+    table = Table("step", "size", "writer", "saved", "eval loss", "", box=None, pad_edge=False)
     table.add_column("path", overflow="fold")
     for info in found:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.saved_at))
-        table.add_row(str(info.step), format_bytes(info.bytes), info.writer, saved, str(info.path))
+        loss = f"{info.metrics['eval_loss']:.4f}" if "eval_loss" in info.metrics else ""
+        mark = "best" if info is best else "" if info.finite else "NOT FINITE"
+        table.add_row(
+            str(info.step), format_bytes(info.bytes), info.writer, saved, loss, mark, str(info.path)
+        )
     Console(highlight=False).print(table)
 
 
@@ -75,14 +82,15 @@ def _verify(chosen: list[CheckpointInfo], step: int | None, found: list[Checkpoi
 
 def _prune(found: list[CheckpointInfo], keep: int) -> None:
     from trainforge.checkpoints import remove_checkpoint, verify_checkpoint
+    from trainforge.retention import newest_usable, retention
     from trainforge.units import format_bytes
 
-    old = found[:-keep]
-    if old and (problems := verify_checkpoint(found[-1])):
+    old, newest = retention(found, keep), newest_usable(found)
+    if old and newest and (problems := verify_checkpoint(newest)):
         raise CheckpointError(
-            f"nothing was deleted: the newest checkpoint, step {found[-1].step}, is damaged: {problems[0]}"
+            f"nothing was deleted: the newest checkpoint, step {newest.step}, is damaged: {problems[0]}"
         )
     for info in old:
         remove_checkpoint(info)
         click.echo(f"deleted step {info.step} ({format_bytes(info.bytes)})")
-    click.echo(f"kept {', '.join(f'step {info.step}' for info in found[-keep:])}")
+    click.echo(f"kept {', '.join(f'step {info.step}' for info in found if info not in old)}")

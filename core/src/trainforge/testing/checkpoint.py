@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainforge.errors import CheckpointError
+from trainforge.retention import measured, retention
 from trainforge.stages import (
     Checkpoint,
     CheckpointInfo,
     NamedTensor,
     Part,
+    PartState,
     checkpoint_name,
     is_checkpoint_name,
 )
@@ -37,29 +39,30 @@ class ReferenceCheckpoint(Checkpoint):
 
     def __init__(self, ctx: Context) -> None:
         self._folder, self._comm, self._keep = ctx.run_dir / "checkpoints", ctx.comm, ctx.train.keep
+        self._keep_every, self._best = ctx.train.keep_every, ctx.train.best
         self._writer = ctx.plugin
         self._committed: list[CheckpointInfo] = []
 
     def save(self, step: int, parts: Mapping[str, Part]) -> None:
-        """Write aside, then rename. Older checkpoints than the newest `keep` go afterwards."""
+        """Write aside, then rename. What `train` does not keep goes afterwards."""
         aside, final = self._folder / f"writing-{step}", self._folder / checkpoint_name(step)
         try:
             aside.mkdir(parents=True, exist_ok=True)
-            self._write_rank(aside, parts)
-            self._comm.gather(None)  # every rank's files are there
+            states = {name: part.state() for name, part in parts.items()}
+            self._write_rank(aside, states)
+            finite = all(self._comm.gather(_finite(states)))  # now every rank's files are there, too
             if self._comm.rank == 0:
-                self._commit(aside, final, step)
+                self._commit(aside, final, step, {"metrics": measured(states), "finite": finite})
             self._comm.gather(None)
         except OSError as error:
             raise CheckpointError(
                 f"cannot write {final}: {error}; make room there or choose another folder"
             ) from error
 
-    def _write_rank(self, folder: Path, parts: Mapping[str, Part]) -> None:
+    def _write_rank(self, folder: Path, states: Mapping[str, PartState]) -> None:
         index: dict[str, Any] = {}
         with (folder / f"rank-{self._comm.rank}.bin").open("wb") as out:
-            for name, part in parts.items():
-                state = part.state()
+            for name, state in states.items():
                 entries = [self._write_tensor(out, named) for named in state.tensors]
                 index[name] = {"version": state.version, "data": state.data, "tensors": entries}
             out.flush()
@@ -83,7 +86,7 @@ class ReferenceCheckpoint(Checkpoint):
             "sha256": hashlib.sha256(content).hexdigest(),
         }
 
-    def _commit(self, aside: Path, final: Path, step: int) -> None:
+    def _commit(self, aside: Path, final: Path, step: int, about: dict[str, Any]) -> None:
         saved_at = time.time()
         facts = {
             "step": step,
@@ -91,15 +94,16 @@ class ReferenceCheckpoint(Checkpoint):
             "format": 1,
             "saved_at": saved_at,
             "ranks": self._comm.world,
+            **about,
         }
         _write_json(aside / "checkpoint.json", facts)
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
         size = sum(file.stat().st_size for file in final.iterdir())
-        self._committed.append(CheckpointInfo(step, final, self._writer, size, saved_at))
-        steps = sorted(s for p in self._folder.iterdir() if (s := is_checkpoint_name(p.name)) is not None)
-        for old in steps[: -self._keep]:
-            shutil.rmtree(self._folder / checkpoint_name(old))
+        self._committed.append(CheckpointInfo(step, final, self._writer, size, saved_at, **about))
+        there = [_info(path) for path in self._folder.iterdir() if is_checkpoint_name(path.name) is not None]
+        for old in retention(there, self._keep, self._keep_every, self._best):
+            shutil.rmtree(old.path)
 
     def wait(self) -> None:
         """Nothing is ever in flight."""
@@ -142,6 +146,17 @@ class ReferenceCheckpoint(Checkpoint):
             return problems
         except (OSError, ValueError, KeyError, TypeError) as error:
             return [f"{path.name}: {error}"]
+
+
+def _finite(states: Mapping[str, PartState]) -> bool:
+    named = (named for state in states.values() for named in state.tensors if named.key == "master")
+    return all(bool(torch.isfinite(one.tensor).all()) for one in named)
+
+
+def _info(path: Path) -> CheckpointInfo:
+    facts = _read_json(path / "checkpoint.json")
+    about = facts["metrics"], facts["finite"]
+    return CheckpointInfo(facts["step"], path, facts["writer"], 0, facts["saved_at"], *about)
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from trainforge.errors import CheckpointError
+from trainforge.retention import measured
 from trainforge.stages import Checkpoint, CheckpointInfo, Comm, Part, PartState
 from trainforge_plugins.dcp import folders, manifest, room
 from trainforge_plugins.dcp.layout import Chunk, Held, Row, bytes_of, held_tensors, plan_chunks, state_bytes
@@ -40,6 +41,7 @@ class _Prepared:
     table: list[Row] = field(default_factory=list)
     held: dict[str, list[Held]] = field(default_factory=dict)
     plain: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     temporary: Path | None = None
     lock: int = -1
 
@@ -60,7 +62,7 @@ class DcpCheckpoint(Checkpoint):
 
     def __init__(self, ctx: Context, config: DcpSection) -> None:
         self._config = config
-        self._plugin, self._keep = ctx.plugin, ctx.train.keep
+        self._plugin, self._train = ctx.plugin, ctx.train
         self._rank, self._world = ctx.rank, ctx.world
         self._comm: Comm = ctx.built.get("comm") or Comm()
         self._folder = ctx.run_dir / "checkpoints"
@@ -102,6 +104,7 @@ class DcpCheckpoint(Checkpoint):
                 world=self._world,
                 chunks=self._chunks,
                 parts=prepared.plain,
+                metrics=prepared.metrics,
                 verify=self._config.verify,
                 timeout=self._config.timeout,
                 closing=self._closing,
@@ -180,7 +183,7 @@ class DcpCheckpoint(Checkpoint):
 
     def _prepare(self, step: int, parts: Mapping[str, Part], prepared: _Prepared) -> None:
         states = {name: part.state() for name, part in parts.items()}
-        prepared.plain = _plain_copies(states)
+        prepared.plain, prepared.metrics = _plain_copies(states), measured(states)
         prepared.table, prepared.held = held_tensors(states)
         if self._rank == 0:
             prepared.save_id = secrets.token_hex(8)
@@ -243,7 +246,7 @@ class DcpCheckpoint(Checkpoint):
 
     def _prune(self, latest: Path) -> None:
         try:
-            folders.prune(self._folder, self._keep, latest, self._plugin, self._is_sound)
+            folders.prune(self._folder, self._train, latest, self._plugin, self._is_sound)
         except OSError as error:
             raise CheckpointError(
                 f"an older checkpoint in {self._folder} cannot be deleted ({error.strerror}): see its permissions, or "

@@ -13,10 +13,16 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainforge.stages import checkpoint_name, is_checkpoint_name
+from trainforge.retention import best_of, retention
+from trainforge.stages import CheckpointInfo, checkpoint_name, is_checkpoint_name
 from trainforge_plugins.dcp.manifest import NAME
+
+if TYPE_CHECKING:
+    from trainforge.sections import TrainSection
 
 _TEMPORARY, _REPLACED, _TRASH = ".tmp-", ".old-", ".trash-"
 
@@ -54,23 +60,30 @@ def commit(temporary: Path, final: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def prune(folder: Path, keep: int, latest: Path, writer: str, is_sound: Callable[[Path], bool]) -> None:
-    """Delete checkpoints until `keep` sound ones remain: `latest`, and those saved last before it.
+def prune(
+    folder: Path, train: TrainSection, latest: Path, writer: str, is_sound: Callable[[Path], bool]
+) -> None:
+    """Delete the checkpoints that `train` does not keep, never `latest`.
 
-    Checkpoints of other plugins are left alone. A damaged one does not count and goes with those older than it.
+    Checkpoints of other plugins are left alone. Those that count (the newest `keep`, and the best) are looked at first:
+    a damaged one takes nobody's place, as one that is not finite.
     """
-    candidates = []
-    for path in folder.iterdir():
-        if is_checkpoint_name(path.name) is not None and path != latest:
-            written_by, saved_at = _writer_and_time(path)
-            if written_by in (writer, None):
-                candidates.append((saved_at, path))
-    kept = 1
-    for _, path in sorted(candidates, reverse=True):
-        if kept >= keep:
-            discard(path, latest.name)
-        elif is_sound(path):
-            kept += 1
+    infos = [
+        info
+        for path in folder.iterdir()
+        if (step := is_checkpoint_name(path.name)) is not None
+        and (info := _info(step, path)).writer in (writer, "")
+    ]
+    while True:
+        usable = sorted((info for info in infos if info.finite), key=lambda info: info.step)
+        count = {*usable[-train.keep :], best_of(usable, train.best)} - {None}
+        damaged = [info for info in count if info is not None and not is_sound(info.path)]
+        if not damaged:
+            break
+        infos = [replace(info, finite=False) if info in damaged else info for info in infos]
+    for info in retention(infos, train.keep, train.keep_every, train.best):
+        if info.path != latest:
+            discard(info.path, latest.name)
 
 
 def discard(path: Path, reason: str) -> None:
@@ -145,10 +158,14 @@ def _in_use(path: Path) -> bool:
     return False
 
 
-def _writer_and_time(path: Path) -> tuple[str | None, float]:
-    """Who wrote a checkpoint (None when that cannot be read) and when."""
+def _info(step: int, path: Path) -> CheckpointInfo:
+    """What a checkpoint says about itself; one that cannot be read has no writer and is not usable."""
     try:
         document = json.loads((path / NAME).read_bytes())
-        return str(document["writer"]), float(document["saved_at"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None, path.stat().st_mtime
+        metrics = {str(name): float(value) for name, value in document.get("metrics", {}).items()}
+        finite = document.get("finite", True) is True
+        return CheckpointInfo(
+            step, path, str(document["writer"]), 0, float(document["saved_at"]), metrics, finite
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return CheckpointInfo(step, path, "", 0, 0.0, finite=False)

@@ -84,7 +84,14 @@ class FileEntry(_Record):
 
 
 class Manifest(_Record):
-    """What `checkpoint.json` says. `saved_at` is in Unix seconds; `save_id` differs for every save."""
+    """What `checkpoint.json` says.
+
+    Attributes:
+        saved_at: in Unix seconds.
+        save_id: differs for every save.
+        metrics: what was measured at its step.
+        finite: whether all masters are finite.
+    """
 
     step: int
     writer: str
@@ -92,6 +99,8 @@ class Manifest(_Record):
     saved_at: float
     save_id: str
     world: int
+    metrics: dict[str, float] = {}
+    finite: bool = True
     files: dict[str, FileEntry]
     parts: dict[str, PartEntry]
 

@@ -19,7 +19,10 @@ def most_kept(train: TrainSection) -> int:
     """How many checkpoints lie on the disk at most, while one more is being written."""
     if train.save_every is None:
         return 1  # only at the end; one more when a signal stops the run
-    return train.keep + 1
+    forever = 0
+    if train.keep_every is not None and train.steps is not None:
+        forever = max(0, train.steps // train.keep_every - train.keep)
+    return train.keep + 1 + (train.best is not None) + forever
 
 
 def check_room(folder: Path, each: int, count: int) -> str | None:

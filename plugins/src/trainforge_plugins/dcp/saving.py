@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel
 from torch import Tensor
 
@@ -38,6 +39,7 @@ class RankRecord(BaseModel):
     error: str | None = None
     entry: FileEntry | None = None
     spans: list[Span] = []
+    finite: bool = True
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Save:
         rank, world: this rank and how many there are.
         chunks: those of all ranks.
         parts: (version, plain data) of each part.
+        metrics: what was measured at this step.
         verify: read the files back.
         timeout: longest wait for another rank, in seconds.
         closing: set when the process is about to end: then waiting for others is cut short.
@@ -64,6 +67,7 @@ class Save:
     world: int
     chunks: list[Chunk]
     parts: dict[str, tuple[int, dict[str, Any]]]
+    metrics: dict[str, float]
     verify: bool
     timeout: float
     closing: threading.Event = field(default_factory=threading.Event)
@@ -103,7 +107,9 @@ class Save:
         if document.save_id != self.save_id:
             raise CheckpointError(f"rank 0 gave up saving step {self.step}; its log says why")
         size = sum(path.stat().st_size for path in self.final.iterdir())
-        return CheckpointInfo(self.step, self.final, self.writer, size, document.saved_at)
+        return CheckpointInfo(
+            self.step, self.final, self.writer, size, document.saved_at, document.metrics, document.finite
+        )
 
     def _write_own(self) -> RankRecord:
         """Write this rank's file. A failure is put into the record, and what was written is removed."""
@@ -123,9 +129,17 @@ class Save:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = f"{type(error).__name__}: {error}"
         if problem is None:
-            return RankRecord(entry=entry, spans=spans)
+            return RankRecord(entry=entry, spans=spans, finite=self._finite(chunks))
         path.unlink(missing_ok=True)
         return RankRecord(error=problem)
+
+    def _finite(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether the masters that this rank writes are finite; on the snapshot, chunk by chunk."""
+        return all(
+            bool(torch.isfinite(copy).all())
+            for chunk, copy in zip(chunks, self.copies, strict=True)
+            if split_name(chunk.tensor)[1] == "master"
+        )
 
     def _commit(self, own: RankRecord) -> None:
         try:
@@ -211,6 +225,8 @@ class Save:
             saved_at=time.time(),
             save_id=self.save_id,
             world=self.world,
+            metrics=self.metrics,
+            finite=all(record.finite for record in records),
             files={file_name(rank): r.entry for rank, r in enumerate(records) if r.entry is not None},
             parts={
                 part: PartEntry(version=version, data=data, tensors=tuple(tensors[part]))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from trainforge.checkpoints import list_checkpoints
 from trainforge.errors import CheckpointError
 from trainforge.stages import (
     Checkpoint,
@@ -73,7 +74,7 @@ class CheckpointConformance(PluginConformance):
         tensors["step", whole.number] = torch.tensor(12345.0)
         tensors["master", Extent("empty", (0, 3), 0, 0)] = torch.zeros(0)
         odd = torch.tensor([float("inf"), -0.0, 1e-45, -1e38, 0.1])
-        tensors["master", Extent("odd", (5,), 0, 5)] = odd
+        tensors["value", Extent("odd", (5,), 0, 5)] = odd
         data = {
             "position": 2**53 + 1,
             "ratio": 0.1,
@@ -256,6 +257,31 @@ class CheckpointConformance(PluginConformance):
         assert steps == [3, 4], f"after saving steps 1 to 4 with train.keep = 2 there are {steps}"
         for step in steps:
             assert stages.checkpoint.verify(folder / checkpoint_name(step)) == [], f"step {step} is damaged"
+
+    def test_retention_follows_the_recipe(self, tmp_path: Path) -> None:
+        """`keep_every` and `best` keep more; one whose masters are not finite is marked and takes nobody's place."""
+        train = {"keep": 1, "keep_every": 4, "save_every": 1, "best": "eval_loss", "eval_every": 1}
+        stages, extent = self.build(tmp_path, train=train), Extent("w", (3,), 0, 3)
+        for step in range(1, 8):
+            counters = {"step": step, "eval_step": step, "eval_loss": 1.0 + abs(step - 2)}
+            weights = torch.tensor([1.0, 2.0, float("nan") if step == 7 else 3.0])
+            parts = {
+                "loop": Box({"counters": counters}, {}),
+                "memory": Box({}, {("master", extent): weights}),
+            }
+            stages.checkpoint.save(step, parts)
+            stages.checkpoint.wait()
+        found = {info.step: info for info in list_checkpoints(tmp_path / "checkpoints")}
+        assert sorted(found) == [2, 4, 6, 7], (
+            f"after steps 1 to 7 with {train}, the lowest loss at 2 and NaN in the masters of 7, there are "
+            f"{sorted(found)}"
+        )
+        assert [step for step in found if not found[step].finite] == [7], (
+            "checkpoint.json must say `finite: false` when a tensor with the key `master` is not finite, and only then"
+        )
+        assert found[2].metrics == {"eval_loss": 1.0}, (
+            "checkpoint.json needs `metrics` of `retention.measured`"
+        )
 
     def test_a_save_can_be_repeated(self, tmp_path: Path) -> None:
         """Saving the same step again replaces it."""
