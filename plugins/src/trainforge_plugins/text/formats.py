@@ -145,7 +145,7 @@ def to_conversation(row: Mapping[str, Any], rows: RowFormat) -> Conversation:
     else:
         messages = _question_and_answer(row, rows, name, tags)
     column, value = _find(row, rows.names(name, "system"), required=False)
-    if value not in (None, "") and messages[0].role != "system":
+    if value not in (None, "") and messages and messages[0].role != "system":
         messages = [Message("system", text_of(value, column)), *messages]
     column, value = _find(row, rows.names(name, "tools"), required=False)
     return _checked(messages, read_tools(value, column))
