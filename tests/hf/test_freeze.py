@@ -154,7 +154,7 @@ def test_resumed_and_uninterrupted_are_the_same(tmp_path, recipe):
         ),
         (["lm_head.weight"], lambda name: name != "model.embed_tokens.weight"),
     ],
-    ids=str,
+    ids=["all but biases", "two blocks but a norm", "the tied head"],
 )
 def test_patterns_go_in_order(tmp_path, patterns, trained):
     spec = build(tiny.context(tmp_path), ModelSection(config=MODEL, freeze=patterns))
