@@ -9,7 +9,6 @@ import click
 import numpy as np
 
 from trainforge_plugins.text.cache import TokenCache
-from trainforge_plugins.text.data import build_data
 from trainforge_plugins.text.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -35,6 +34,10 @@ def inspect(ctx: Context, config: TextSection, rows: int) -> None:
     Lengths as a histogram, a few rows as the model reads them (what is learnt is green, or in [[ ]] where there are no
     colours), and each row that is not used, with the reason.
     """
+    from trainforge_plugins.text.data import (
+        build_data,
+    )  # torch comes with it, and help must not wait for that
+
     data = build_data(ctx, config)
     console = ctx.console
     for line in data.start_report():
