@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainforge.errors import ConfigError, UserError
-from trainforge.ranks import Ranks, default_threads, device_note, pick_device
+from trainforge.ranks import Ranks, default_threads, device_note, limit_spinning, pick_device
 from trainforge.sections import RunSection
 
 TORCHRUN = {
@@ -239,3 +239,17 @@ def test_cores_that_srun_has_bound_to_a_task_are_not_shared_again(cores, monkeyp
     assert default_threads(RunSection(), slurm) == 2
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
     assert default_threads(RunSection(), slurm) == 4
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_waiting_threads_spin_less_unless_the_user_has_said_how(before, after, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    limit_spinning()
+    spins = os.environ.pop("GOMP_SPINCOUNT", None)
+    assert spins == after
