@@ -337,7 +337,15 @@ class Memory(Stage, ABC):
 
 
 class Optimizer(Stage, ABC):
-    """The math of an update, on slots of extents. It holds no tensor: memory does."""
+    """The math of an update, on slots of extents. It holds no tensor: memory does.
+
+    Attributes:
+        takes_split_masters: `update` takes slots whose master is split in halves (`Slot.low`). Others are given fp32.
+        takes_bf16_gradients: `update` takes bf16 gradients. Others are given fp32.
+    """
+
+    takes_split_masters: bool = False
+    takes_bf16_gradients: bool = False
 
     @abstractmethod
     def state(self, spec: ParameterSpec) -> dict[str, StateSpec]:

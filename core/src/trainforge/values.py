@@ -191,9 +191,11 @@ class Slot:
     Attributes:
         spec: the parameter it belongs to.
         extent: which part of it.
-        master: fp32 `[extent.length]`, updated in place.
-        grad: fp32 `[extent.length]`; may be overwritten.
+        master: fp32 `[extent.length]`, updated in place; or, where `low` is given, the bf16 upper halves of it.
+        grad: fp32 `[extent.length]`, or bf16 for an optimizer with `takes_bf16_gradients`; may be overwritten.
         state: tensors by the names that `Optimizer.state` gave: `[extent.length]`, or 0-dim for single numbers.
+        low: int16 `[extent.length]`, the lower halves of split masters (`trainforge.toolbox.halves`), updated in place
+            together with `master`. Only for an optimizer with `takes_split_masters`.
     """
 
     spec: ParameterSpec
@@ -201,6 +203,7 @@ class Slot:
     master: Tensor
     grad: Tensor
     state: dict[str, Tensor]
+    low: Tensor | None = None
 
 
 @dataclass(frozen=True)
