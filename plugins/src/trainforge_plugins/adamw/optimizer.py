@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 import torch
 
 from trainforge.sections import TrainSection
 from trainforge.stages import Optimizer, ParameterSpec, Slot, StateSpec, Update
+from trainforge.toolbox.weight_decay import weight_decay
 
 
 class AdamW(Optimizer):
@@ -18,10 +18,9 @@ class AdamW(Optimizer):
     """
 
     def __init__(self, train: TrainSection) -> None:
+        self._train = train
         self.beta1, self.beta2 = train.betas
         self.eps = train.eps
-        self.weight_decay = train.weight_decay
-        self.exclude = train.decay_exclude
         self._decays: dict[str, float] = {}  # matching patterns takes longer than launching the kernel
 
     def state(self, spec: ParameterSpec) -> dict[str, StateSpec]:
@@ -30,12 +29,7 @@ class AdamW(Optimizer):
 
     def decay(self, spec: ParameterSpec) -> float:
         """The weight decay of a parameter: none when its kind, its name or an alias is excluded."""
-        names = (spec.name, *spec.aliases)
-        excluded = any(
-            spec.kind == pattern or any(fnmatchcase(name, pattern) for name in names)
-            for pattern in self.exclude
-        )
-        return 0.0 if excluded else self.weight_decay
+        return weight_decay(spec, self._train)
 
     def update(self, slots: Sequence[Slot], update: Update) -> None:
         """Update masters and moments in place; with `found_inf` nothing changes, without asking the device."""
