@@ -389,7 +389,7 @@ def test_loading_reads_each_parameter_once_and_tied_weights_share_storage():
 
 
 def test_huge_parameters_are_loaded_in_pieces(monkeypatch):
-    monkeypatch.setattr("trainforge_plugins.resident.buffers.LOAD_CHUNK", 7)
+    monkeypatch.setattr("trainforge.toolbox.loading.LOAD_CHUNK", 7)
     for dtype in ("fp32", "bf16"):
         pieces = Harness(ToyModel(EVERYTHING), dtype=dtype).weights()
         expected = dict(plain_module(EVERYTHING).named_parameters())

@@ -353,7 +353,10 @@ class Optimizer(Stage, ABC):
 
     @abstractmethod
     def update(self, slots: Sequence[Slot], update: Update) -> None:
-        """Update masters and state in place. No host sync: `scale` and `found_inf` are device tensors.
+        """Update masters and state in place.
+
+        No host sync for slots on a device: `scale` and `found_inf` are its tensors. For slots in host RAM they may be
+        read, on the current stream of the calling thread, which memory orders after them.
 
         With `found_inf` set, every master and all state (also the count of steps) stay as they are.
         """

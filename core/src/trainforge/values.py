@@ -233,11 +233,45 @@ class NamedTensor:
 
     `tensor` has `extent.length` elements. A single number of optimizer state has the extent `extent.number`: every
     rank that holds a shard gives the same one, so that another layout can read it.
+
+    Attributes:
+        low: the lower halves of split masters, whose upper ones are then `tensor` (bf16). Savers and readers see the
+            fp32 values: `dtype`, `read` and `write`.
     """
 
     key: str
     extent: Extent
     tensor: Tensor
+    low: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values: fp32 for split masters."""
+        import torch
+
+        return self.tensor.dtype if self.low is None else torch.float32
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Copy `len(out)` elements from `start` into `out` (1-D, of `dtype`); on a device in stream order."""
+        stop = start + len(out)
+        source = self.tensor.detach().reshape(-1)[start:stop]
+        if self.low is None:
+            out.copy_(source, non_blocking=True)
+        else:
+            from trainforge.toolbox.halves import join
+
+            join(source, self.low[start:stop], out)
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Replace `len(values)` elements from `start`."""
+        stop = start + len(values)
+        target = self.tensor.detach().view(-1)[start:stop]
+        if self.low is None:
+            target.copy_(values)
+        else:
+            from trainforge.toolbox.halves import split
+
+            split(values.to(target.device), target, self.low[start:stop])
 
 
 @dataclass(frozen=True)

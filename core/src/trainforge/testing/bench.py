@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,8 +162,8 @@ class Walker:
         batches = self.stages.data.take(self.stages.ctx.batching.accumulate)
         return self.walk(batches)
 
-    def walk(self, batches: Sequence[Batch], *, poison: Callable[[], None] | None = None) -> StepResult:
-        """One step with these batches; `poison` is called before the norm, to spoil gradients."""
+    def walk(self, batches: Sequence[Batch]) -> StepResult:
+        """One step with these batches."""
         stages, train = self.stages, self.stages.ctx.train
         self.step += 1
         for batch in batches:
@@ -174,8 +174,6 @@ class Walker:
             return StepResult(0.0, 0.0, frozenset(), ids)
         loss = stages.memory.forward_backward(batches, 1 / tokens, self.sink)
         used = stages.comm.finish()
-        if poison is not None:
-            poison()
         norm = stages.memory.grad_norm()
         update = make_update(self.step, train.lr, norm, train.clip)
         stages.memory.apply(lambda slots: stages.optimizer.update(slots, update), used)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -75,7 +76,11 @@ class FakeStreams:
         """The computing stream; what it is given is done at once."""
         return self._compute
 
-    def host(self, elements: int, dtype: torch.dtype) -> Tensor:
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """Nothing to do: work on host memory is the host's, whichever thread does it."""
+        return nullcontext()
+
+    def host(self, elements: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
         """Zeroed host memory: tensor operations on it are the host's work, not the computing stream's."""
         tensor = torch.zeros(elements, dtype=dtype)
         self.host_memory(tensor)

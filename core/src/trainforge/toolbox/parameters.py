@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from trainforge.stages import ParameterSpec
+from trainforge.stages import Extent, NamedTensor, ParameterSpec
 
 ALIGNMENT = 64
 """Elements to which spans of a flat buffer are aligned: 256 bytes of fp32, 128 of bf16, so kernels vectorise."""
@@ -75,6 +75,16 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 owner._buffers[name] = buffer.to(device)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[NamedTensor]:
+    """The buffers of a module that belong in its state, as checkpoints know them."""
+    for prefix, owner in module.named_modules(remove_duplicate=True):
+        for leaf, buffer in owner.named_buffers(recurse=False):
+            if leaf not in owner._non_persistent_buffers_set:
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                extent = Extent(name, tuple(buffer.shape), 0, buffer.numel())
+                yield NamedTensor("buffer", extent, buffer.view(-1))
 
 
 def round_to_bf16(master: Tensor, out: Tensor) -> None:

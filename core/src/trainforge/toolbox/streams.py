@@ -14,10 +14,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from trainforge.toolbox.host_memory import HostMemory
 
 
 class Event(Protocol):
@@ -52,8 +55,11 @@ class StreamsLike(Protocol):
     def current(self) -> Stream:
         """The stream that computes."""
 
-    def host(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """A zeroed 1-D tensor in host memory that copies can reach without blocking (page-locked)."""
+    def host(self, elements: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
+        """A zeroed 1-D tensor in host memory; `pinned` when copies are to reach it without blocking (page-locked)."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """Within it, what this thread asks of the device is work of `stream`; for threads that compute on the host."""
 
     def copy(self, dst: Tensor, src: Tensor, stream: Stream) -> None:
         """Copy on `stream`, some time. Both tensors must live, unchanged, until an event after it is waited for."""
@@ -65,6 +71,7 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._named: dict[str, _DeviceStream] = {}
+        self._memory = HostMemory(device)
 
     def stream(self, name: str, priority: int = 0) -> Stream:
         """The stream of that name, made on first use."""
@@ -84,9 +91,17 @@ class Streams:
             return _NoStream()
         return _DeviceStream(torch.accelerator.current_stream(self.device))
 
-    def host(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """A zeroed 1-D tensor in page-locked host memory (ordinary memory when the device is a CPU)."""
-        return torch.zeros(elements, dtype=dtype, pin_memory=self.device.type != "cpu")
+    def host(self, elements: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
+        """A zeroed 1-D tensor in host memory, page-locked when `pinned` (never when the device is a CPU)."""
+        return self._memory.tensor(elements, dtype, pinned=pinned)
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """Make `stream` this thread's current stream for a while."""
+        return stream.torch_stream if isinstance(stream, _DeviceStream) else nullcontext()  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Unlock host memory; tensors that `host` gave must not be used afterwards."""
+        self._memory.close()
 
     def copy(self, dst: Tensor, src: Tensor, stream: Stream) -> None:
         """Copy on `stream`, asynchronously when host memory is page-locked."""

@@ -8,20 +8,9 @@ import torch
 from torch import Tensor
 
 from trainforge.context import Task
-from trainforge.errors import ConfigError
-from trainforge.sections import TrainSection
 from trainforge.stages import Extent, FlatBuffer, ModelSpec, NamedTensor, Optimizer, ParameterSpec, Slot
+from trainforge.toolbox.loading import initial_values
 from trainforge.toolbox.parameters import aligned, bind, flat_layout, round_to_bf16
-
-LOAD_CHUNK = 2**28
-"""Elements loaded at a time: 1 GiB of fp32, so that filling a huge tensor does not need it twice in host RAM."""
-
-
-def working_dtype(train: TrainSection, device: torch.device) -> torch.dtype:
-    """What the model computes in: `train.dtype`, where `auto` is bf16 on an accelerator and fp32 on a CPU."""
-    if train.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return torch.bfloat16 if train.dtype == "bf16" else torch.float32
 
 
 class Buffers:
@@ -172,17 +161,9 @@ class Buffers:
             ConfigError: a weight is not finite.
         """
         for spec in self.model.parameters:
-            for offset in range(0, max(spec.elements, 1), LOAD_CHUNK):
-                length = min(LOAD_CHUNK, spec.elements - offset)
-                extent = Extent(spec.name, spec.shape, offset, length, spec.extent.group)
-                values = torch.empty(length)
-                self.model.load(spec.name, values, extent)
-                if not bool(torch.isfinite(values).all()):
-                    raise ConfigError(
-                        f"the initial weights of {spec.name} hold NaN or infinity; load sound weights"
-                    )
+            for offset, values in initial_values(self.model, spec):
                 self._fill(spec, offset, values.to(self.device))
-                task.advance(length)
+                task.advance(len(values))
 
     def _fill(self, spec: ParameterSpec, offset: int, values: Tensor) -> None:
         layout, buffer = (

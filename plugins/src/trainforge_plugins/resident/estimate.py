@@ -9,7 +9,7 @@ import torch
 from trainforge.context import Context
 from trainforge.provider import Estimate
 from trainforge.stages import ModelSpec, ParameterSpec
-from trainforge_plugins.resident.buffers import working_dtype
+from trainforge.toolbox.dtypes import working_dtype
 
 _GUESSED_ROW_TOKENS = 4096
 

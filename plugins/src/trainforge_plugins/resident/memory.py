@@ -24,11 +24,13 @@ from trainforge.stages import (
     UpdateFunction,
 )
 from trainforge.toolbox.chunked_loss import chunked_cross_entropy
-from trainforge.toolbox.parameters import global_norm, move_buffers, squared_norms
+from trainforge.toolbox.compiling import check_compiler
+from trainforge.toolbox.dtypes import working_dtype
+from trainforge.toolbox.parameters import global_norm, move_buffers, persistent_buffers, squared_norms
 from trainforge.toolbox.recompute import recompute_blocks
-from trainforge_plugins.resident.buffers import Buffers, working_dtype
+from trainforge.toolbox.sampling import sample
+from trainforge_plugins.resident.buffers import Buffers
 from trainforge_plugins.resident.gradients import Gradients
-from trainforge_plugins.resident.sampling import sample
 
 
 class Resident(Memory):
@@ -68,7 +70,7 @@ class Resident(Memory):
         if ctx.train.recompute:
             recompute_blocks(self.module, self.model.blocks)
         if ctx.train.compile:
-            _check_compiler(ctx.device)
+            check_compiler(ctx.device)
             for name in self.model.blocks:
                 self.module.get_submodule(name).compile()
 
@@ -176,7 +178,7 @@ class Resident(Memory):
 
     def state(self) -> PartState:
         """Masters, optimizer state, and the module's persistent buffers."""
-        return PartState(tensors=(*self.buffers.named_tensors(), *_persistent_buffers(self.module)))
+        return PartState(tensors=(*self.buffers.named_tensors(), *persistent_buffers(self.module)))
 
     def load(self, version: int, data: Mapping[str, Any]) -> None:
         """Round the working copies again, and fetch what other ranks own."""
@@ -189,22 +191,3 @@ class Resident(Memory):
         """Take the hooks off the parameters."""
         self._accumulate.close()
 
-
-def _persistent_buffers(module: torch.nn.Module) -> Iterator[NamedTensor]:
-    for prefix, owner in module.named_modules(remove_duplicate=True):
-        for leaf, buffer in owner.named_buffers(recurse=False):
-            if leaf not in owner._non_persistent_buffers_set:
-                name = f"{prefix}.{leaf}" if prefix else leaf
-                extent = Extent(name, tuple(buffer.shape), 0, buffer.numel())
-                yield NamedTensor("buffer", extent, buffer.view(-1))
-
-
-def _check_compiler(device: torch.device) -> None:
-    import shutil
-
-    compilers = ("c++", "g++", "clang++") if device.type == "cpu" else ("cc", "gcc", "clang")
-    if not any(map(shutil.which, compilers)):
-        raise ConfigError(
-            f"train.compile needs a compiler ({' or '.join(compilers)}) and none is installed; "
-            "install one (Debian: apt install g++) or set train.compile to false"
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -164,16 +164,13 @@ class MemoryConformance(PluginConformance):
             assert not idle, f"the sink was called for {idle}, which got no gradient"
 
     def test_a_step_that_is_not_finite_changes_nothing(self, tmp_path: Path) -> None:
-        """One NaN in a gradient: the norm shows it, and no weight or moment of any parameter changes a bit."""
+        """One NaN in backward: the norm shows it, and no weight or moment of any parameter changes a bit."""
         walker = Walker(self.build(tmp_path))
         walker.take()
         before, weights = self.everything(walker), walker.weights()
-        first = walker.stages.model.parameters[0].name
-
-        def poison() -> None:
-            gradient(walker.stages, first)[0] = float("nan")
-
-        result = walker.walk(walker.stages.data.take(4), poison=poison)
+        model: Any = walker.stages.model
+        model.hidden = spoiled(model.hidden)
+        result = walker.walk(walker.stages.data.take(4))
         assert result.norm != result.norm, "a NaN in a gradient must make grad_norm() NaN"
         assert_same(walker.weights(), weights, "a step with a NaN gradient")
         assert_same(self.everything(walker), before, "a step with a NaN gradient")
@@ -331,6 +328,28 @@ def gradient(stages: Stages, name: str) -> Tensor:
             if extent.name == name:
                 return buffer.span(index)
     raise AssertionError(f"no gradient buffer holds {name}")
+
+
+def spoiled(hidden: Callable[[Batch], tuple[Tensor, Tensor | None]]) -> Callable[[Batch], Any]:
+    """A model's `hidden` whose backward starts from a gradient with a NaN in it."""
+
+    def with_nan(batch: Batch) -> tuple[Tensor, Tensor | None]:
+        states, auxiliary = hidden(batch)
+        return _Spoil.apply(states), auxiliary  # type: ignore[no-untyped-call]
+
+    return with_nan
+
+
+class _Spoil(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor) -> Tensor:
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad.view(-1)[0] = float("nan")
+        return grad
 
 
 def seeded(batches: list[Batch]) -> list[Batch]:

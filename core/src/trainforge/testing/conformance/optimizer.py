@@ -14,6 +14,7 @@ from torch import Tensor
 from trainforge.stages import Extent, Optimizer, ParameterSpec, Slot, StateSpec, Update
 from trainforge.testing.bench import build_stage, load_plugin, tiny_context
 from trainforge.testing.conformance.base import PluginConformance, assert_same
+from trainforge.toolbox import halves
 
 SPECS = (
     ParameterSpec("blocks.0.weight", (8, 6), "matrix", block=0),
@@ -186,6 +187,45 @@ class OptimizerConformance(PluginConformance):
                 "work on `slot.extent` only, or set `elementwise = False` if the optimizer needs whole matrices"
             )
 
+    def test_split_masters_equal_whole_ones(self, tmp_path: Path) -> None:
+        """With `takes_split_masters`, masters in halves take, bit for bit, the steps of whole ones."""
+        optimizer = self.optimizer(tmp_path)
+        if not optimizer.takes_split_masters:
+            return
+        whole, split = self.slots(optimizer), [in_halves(slot) for slot in self.slots(optimizer)]
+        self._walk(optimizer, whole, split)
+        assert_same(
+            snapshot([joined(slot) for slot in split]),
+            snapshot(whole),
+            "four updates of split masters beside whole ones (trainforge.toolbox.halves says what the halves are)",
+        )
+
+    def test_bf16_gradients_equal_fp32_ones(self, tmp_path: Path) -> None:
+        """With `takes_bf16_gradients`, such a gradient makes, bit for bit, the step of the same numbers in fp32."""
+        optimizer = self.optimizer(tmp_path)
+        if not optimizer.takes_bf16_gradients:
+            return
+        narrow = [replace(slot, grad=slot.grad.bfloat16()) for slot in self.slots(optimizer)]
+        wide = [
+            replace(slot, grad=small.grad.float())
+            for slot, small in zip(self.slots(optimizer), narrow, strict=True)
+        ]
+        self._walk(optimizer, wide, narrow)
+        assert_same(
+            snapshot(narrow),
+            snapshot(wide),
+            "four updates with bf16 gradients beside the same in fp32 (widen them first, then scale)",
+        )
+
+    def _walk(self, optimizer: Optimizer, ones: Sequence[Slot], others: Sequence[Slot]) -> None:
+        """Four updates of both with the same gradients, one of which changes nothing."""
+        for step, found_inf in enumerate((0.0, 0.0, 1.0, 0.0), start=1):
+            refill(others, step)
+            for one, other in zip(ones, others, strict=True):
+                one.grad.copy_(other.grad)
+            optimizer.update(ones, self.do(step, scale=0.3, found_inf=found_inf))
+            optimizer.update(others, self.do(step, scale=0.3, found_inf=found_inf))
+
     def test_it_holds_no_state_of_its_own(self, tmp_path: Path) -> None:
         """A fresh optimizer goes on exactly where another stopped; slots may come in any order and any chunks."""
         one, other = self.optimizer(tmp_path), self.optimizer(tmp_path)
@@ -229,6 +269,24 @@ def refill(slots: Sequence[Slot], seed: int) -> None:
     for slot in slots:
         generator = torch.Generator().manual_seed(seed + slot.spec.elements + slot.extent.offset)
         slot.grad.copy_(torch.randn(slot.extent.length, generator=generator))
+
+
+def in_halves(slot: Slot) -> Slot:
+    """The slot with its master split."""
+    high, low = (
+        torch.empty_like(slot.master, dtype=torch.bfloat16),
+        torch.empty_like(slot.master, dtype=torch.int16),
+    )
+    halves.split(slot.master, high, low)
+    return replace(slot, master=high, low=low)
+
+
+def joined(slot: Slot) -> Slot:
+    """The slot with its halves joined again, in a copy."""
+    assert slot.low is not None, "only a split master can be joined"
+    master = torch.empty_like(slot.master, dtype=torch.float32)
+    halves.join(slot.master, slot.low, master)
+    return replace(slot, master=master, low=None)
 
 
 def snapshot(slots: Sequence[Slot]) -> dict[str, Tensor]:

@@ -1,0 +1,271 @@
+"""Memory `stream`: masters and optimizer state in host RAM; blocks pass through a few slots on the device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainforge.context import Context
+from trainforge.errors import CheckpointError, ConfigError
+from trainforge.seeding import preserved, seed_everything
+from trainforge.stages import Batch, FlatBuffer, Memory, PartState, Sink, UpdateFunction
+from trainforge.toolbox.chunked_loss import chunked_cross_entropy
+from trainforge.toolbox.compiling import check_compiler
+from trainforge.toolbox.dtypes import working_dtype
+from trainforge.toolbox.loading import initial_values
+from trainforge.toolbox.parameters import bind, global_norm, move_buffers, persistent_buffers
+from trainforge.toolbox.sampling import sample
+from trainforge.toolbox.streams import StreamsLike
+from trainforge_megatrain.stream import StreamSection
+from trainforge_megatrain.stream.gradients import Gradients
+from trainforge_megatrain.stream.rooms import Rooms
+from trainforge_megatrain.stream.units import Place, Unit, allocate, divide
+from trainforge_megatrain.stream.updates import Updates
+from trainforge_megatrain.stream.walk import Walk
+
+WAITS = (
+    "a block's update before its weights go up",
+    "the readers of a room before it is overwritten",
+    "a block's weights before it computes",
+    "gradients on their way before their box is filled again",
+    "gradients before they go down",
+    "gradients before the host reads them",
+    "gradients before the update reads them",
+)
+"""Every place where this memory waits. Leaving out any one of them is a race."""
+
+
+class Stream(Memory):
+    """Masters, moments and gradients in host RAM, as far as they do not fit on the device."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        section: StreamSection,
+        streams: StreamsLike,
+        worker: Executor,
+        place: Callable[[Sequence[Unit]], None],
+    ) -> None:
+        self.model, self.device, self.streams = ctx.model, ctx.device, streams
+        self.loss_chunk, self.compiled = ctx.train.loss_chunk, ctx.train.compile
+        self.units = divide(self.model)
+        if not any(unit.trained for unit in self.units):
+            raise ConfigError("every parameter is frozen, so there is nothing to train: let some have gradients")
+        place(self.units)
+        self.dtype = working_dtype(ctx.train, ctx.device)
+        sums = torch.float32 if ctx.batching.accumulate > 1 else self.dtype
+        for unit in self.units:
+            on_device = unit.place is Place.DEVICE
+            take = self._on_device if on_device else functools.partial(self._on_host, section.pin)
+            grads = sums if on_device else self.dtype
+            allocate(unit, ctx.optimizer, take, self.dtype, grads, halves=section.master == "split")
+        self.rooms = Rooms(self.units, section.slots, streams, ctx.device, self.dtype, self.wait)
+        self.grads = Gradients(self.units, streams, ctx.device, sums, self.dtype, self.wait)
+        self.updates = Updates(ctx.optimizer, streams, worker, self.wait)
+        self.gradients = tuple(_flat_buffer(unit) for unit in reversed(self.units) if unit.trained)
+        self.blocks = [unit for unit in self.units if unit.block is not None]
+        self.others = [unit for unit in self.units if unit.block is None]
+        self.recomputed = {u for u in self.blocks if ctx.train.recompute or u.place is Place.STREAMED}
+        self.walk: Walk | None = None
+        self._bind()
+        self._intercept(ctx)
+        self._load_initial(ctx)
+
+    # ----------------------------------------------------------------------------------------------- building
+
+    def _on_device(self, elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+        return torch.zeros(elements, dtype=dtype, device=self.device)
+
+    def _on_host(self, pin: bool, elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+        return self.streams.host(elements, dtype, pinned=pinned and pin)
+
+    def _bind(self) -> None:
+        """Put parameters into the module that alias rooms, and collect their gradients."""
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._handles = []
+        for unit in self.units:
+            room = self.rooms.weights(unit)
+            for spec in unit.specs:
+                tensor = unit.layout.span(room, spec).view(spec.shape)
+                parameter = bind(self.model.module, spec.name, tensor, spec.aliases, trainable=spec.trainable)
+                self.parameters[spec.name] = parameter
+                if spec.trainable:
+                    collect = functools.partial(self._collect, unit, spec)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(collect))
+
+    def _collect(self, unit: Unit, spec: Any, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.grads.add(unit, spec, parameter.grad)
+        parameter.grad = None
+
+    def _intercept(self, ctx: Context) -> None:
+        """Have every block's call go through `_call_block`."""
+        if self.compiled:
+            check_compiler(ctx.device)
+        self.module = self.model.module.train()
+        for unit in self.blocks:
+            block = self.module.get_submodule(unit.name)
+            forward = torch.compile(block.forward) if self.compiled else block.forward
+            block.forward = functools.partial(self._call_block, unit, forward)
+
+    def _load_initial(self, ctx: Context) -> None:
+        self.model.load_buffers()
+        move_buffers(self.module, self.device)
+        elements = sum(spec.elements for spec in self.model.parameters)
+        with ctx.console.task("loading weights", elements, "parameters") as task:
+            for unit in self.units:
+                device = unit.storage.weights.device
+                for spec in unit.specs:
+                    for offset, values in initial_values(self.model, spec):
+                        unit.fill(spec, offset, values.to(device))
+                        task.advance(len(values))
+
+    def wait(self, place: str, wait: Callable[[], object]) -> None:
+        """Every wait goes through here, so that tests can leave one out."""
+        assert place in WAITS
+        wait()
+
+    # ----------------------------------------------------------------------------------------------- one step
+
+    def forward_backward(self, batches: Sequence[Batch], scale: float, sink: Sink) -> Tensor:
+        """Take all micro-batches through the blocks side by side; those without a supervised token are left out."""
+        contributing = [batch for batch in batches if batch.supervised > 0]
+        total = torch.zeros((), device=self.device)
+        self.grads.begin()
+        if contributing:
+            finish = functools.partial(self.grads.finish, sink=sink)
+            self.walk = Walk(
+                len(contributing), len(self.blocks), self.streams, self.device, self._enter, finish
+            )
+            try:
+                self._hold(self.others if not self.blocks else self.others[:-1])
+                for loss in self.walk.run(lambda index: self._micro_batch(contributing[index], scale)):
+                    total += loss
+            finally:
+                self.walk = None
+        self.grads.end(self.units, sink)
+        self._release()
+        return total
+
+    def _micro_batch(self, batch: Batch, scale: float) -> Tensor:
+        seed_everything(batch.seed)
+        batch = batch.to(self.device)
+        hidden, aux = self.model.hidden(batch)
+        loss = self._loss(hidden, batch.labels, scale)
+        # An auxiliary loss is a mean over this micro-batch: it weighs as much as the micro-batch's share of tokens.
+        (loss if aux is None else loss + aux * (batch.supervised * scale)).backward()
+        return loss.detach()
+
+    def _loss(self, hidden: Tensor, labels: Tensor, scale: float) -> Tensor:
+        head = [self.parameters[name] for name in self.model.head_parameters]
+        return chunked_cross_entropy(hidden, labels, self.model.head, head, self.loss_chunk, scale)
+
+    def _call_block(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the model calls instead of a block."""
+        if self.walk is not None and torch.is_grad_enabled():
+            return self.walk.block(unit, forward, args, kwargs, recompute=unit in self.recomputed)
+        self._enter(unit, 1)
+        return forward(*args, **kwargs)
+
+    def _enter(self, unit: Unit, direction: int) -> None:
+        self.rooms.enter(unit, direction)
+        if direction > 0 and unit is self.blocks[-1]:
+            self._hold(self.others[-1:])  # the head is the last to be updated and the last to be needed
+
+    def _hold(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            self.rooms.hold(unit)
+
+    def _release(self) -> None:
+        self.rooms.leave()
+        for unit in self.others:
+            self.rooms.release(unit)
+
+    def grad_norm(self) -> Tensor:
+        """The norm of this step's gradients, each block's measured on the device before they went down."""
+        return global_norm(self.grads.squares)
+
+    def apply(self, update: UpdateFunction, used: frozenset[str]) -> None:
+        """Update what lives on the device, and queue the rest in forward order."""
+        self.rooms.forget()
+        self.updates.apply(self.units, update, used, self.grads.landed.__getitem__)
+
+    def drain(self) -> None:
+        """Wait for every update."""
+        for unit in self.units:
+            unit.settle()
+
+    # ------------------------------------------------------------------------------------------ the rest of a run
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        self.drain()
+        self._hold(self.others)
+        self.module.eval()
+        try:
+            with preserved(self.device), torch.no_grad():
+                yield
+        finally:
+            self.module.train()
+            self._release()
+
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        """Stream the blocks for each batch; summed cross-entropy of each, without dropout."""
+        with self._inference():
+            losses = [self._evaluate(batch.to(self.device)) for batch in batches]
+        return torch.stack(losses) if losses else torch.zeros(0, device=self.device)
+
+    def _evaluate(self, batch: Batch) -> Tensor:
+        if batch.supervised == 0:
+            return torch.zeros((), device=self.device)
+        return self._loss(self.model.hidden(batch)[0], batch.labels, 1.0)
+
+    def generate(
+        self, prompt: Sequence[int], count: int, *, temperature: float = 0.8, seed: int = 0
+    ) -> list[int]:
+        """Sample by streaming the blocks once per token."""
+        eager = torch.compiler.set_stance("force_eager") if self.compiled else preserved(self.device)
+        with eager, self._inference():
+            return sample(self.model, prompt, count, temperature, seed, self.device)
+
+    def weights(self, name: str) -> Tensor:
+        """A copy of a master: exact bits."""
+        unit, spec = next((u, s) for u in self.units for s in u.specs if s.name == name)
+        whole = torch.empty(spec.elements)
+        if spec.trainable:
+            unit.settle()
+            unit.master(spec, whole)
+        else:
+            self.model.load(name, whole, spec.extent)
+        return whole.view(spec.shape)
+
+    def state(self) -> PartState:
+        """Masters, optimizer state, and the module's persistent buffers."""
+        named = [tensor for unit in self.units for tensor in unit.named_tensors()]
+        return PartState(tensors=(*named, *persistent_buffers(self.module)))
+
+    def load(self, version: int, data: Mapping[str, Any]) -> None:
+        """Round again where masters are apart, and forget what is on the device."""
+        if version != 1:
+            raise CheckpointError(f"the weights were saved in layout {version}; this version reads layout 1")
+        for unit in self.units:
+            unit.round()
+        self.rooms.forget()
+
+    def close(self) -> None:
+        """End the update thread and take the hooks off."""
+        self.updates.close()
+        for handle in self._handles:
+            handle.remove()
+
+
+def _flat_buffer(unit: Unit) -> FlatBuffer:
+    specs = unit.trainable
+    starts = tuple(unit.layout.starts[spec.name] for spec in specs)
+    return FlatBuffer(unit.storage.grads, tuple(spec.extent for spec in specs), starts)
