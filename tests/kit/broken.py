@@ -285,6 +285,22 @@ class LooksAtTheWholeExtent(ReferenceOptimizer):
         super().update(slots, update)
 
 
+@breaks("optimizer", "test_split_masters_equal_whole_ones", "split masters beside whole ones")
+class ForgetsTheLowerHalf(ReferenceOptimizer):
+    takes_split_masters = True
+
+    def update(self, slots, update):
+        widened = [replace(slot, master=slot.master.float()) for slot in slots]
+        super().update(widened, update)
+        for slot, wide in zip(slots, widened, strict=True):
+            slot.master.copy_(wide.master)
+
+
+@breaks("optimizer", "test_bf16_gradients_equal_fp32_ones", "bf16 gradients beside the same in fp32")
+class ScalesInBf16(ReferenceOptimizer):
+    takes_bf16_gradients = True
+
+
 @breaks("optimizer", "test_it_holds_no_state_of_its_own", "nothing in `self`")
 class RemembersItself(ReferenceOptimizer):
     seen = 0
