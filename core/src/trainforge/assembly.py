@@ -96,6 +96,8 @@ def build_stages(
         seed_everything(derive_seed(ctx.run.seed, "build", name))
         ctx.built[name] = _build(chosen, ctx)
         closing.callback(_close, ctx.built[name], chosen.plugin, ctx.console)
+        if name == "data":
+            ctx.row_tokens = ctx.data.row_tokens
 
 
 def effective_recipe(plan: Plan, ctx: Context) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Context:
         run_dir: the run's folder; while planning it need not exist.
         cache_dir: where derived data may be kept between runs.
         console: for lines and progress bars.
-        row_tokens: in an `estimate`: tokens of the longest rows, when the data stage could tell.
+        row_tokens: tokens of the longest rows, when the data stage could tell; known once data is built or estimated.
     """
 
     run: RunSection

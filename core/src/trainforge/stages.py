@@ -148,10 +148,13 @@ class Data(Stage, ABC):
     Attributes:
         samples: training samples per epoch, over all ranks.
         steps_per_epoch: optimizer steps in one epoch at this run's global batch; the same in every epoch.
+        row_tokens: tokens of its longest rows, padding included, or None when it cannot tell; the stages built after
+            it find them as `ctx.row_tokens`.
     """
 
     samples: int
     steps_per_epoch: int
+    row_tokens: int | None = None
 
     @abstractmethod
     def take(self, count: int) -> list[Batch]:

@@ -108,6 +108,9 @@ class FakeStreams:
         stream.queue.append(lambda: self._do_copy(dst, src))
         self.run_some()
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
     def _do_copy(self, dst: Tensor, src: Tensor) -> None:
         with self._mode.unwatched():
             dst.copy_(src)

@@ -64,6 +64,9 @@ class StreamsLike(Protocol):
     def copy(self, dst: Tensor, src: Tensor, stream: Stream) -> None:
         """Copy on `stream`, some time. Both tensors must live, unchanged, until an event after it is waited for."""
 
+    def close(self) -> None:
+        """Unlock host memory; tensors that `host` gave must not be used afterwards."""
+
 
 class Streams:
     """Streams and events of a device, through torch's accelerator-agnostic classes."""

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from trainforge.hookspecs import hookimpl
 from trainforge.provider import Provider, Section, Traits
+from trainforge.units import ByteCount
 
 if TYPE_CHECKING:
     from trainforge.context import Context
@@ -21,12 +22,22 @@ if TYPE_CHECKING:
 class StreamSection(Section):
     """How much of the device may be used, and how masters are kept in host RAM."""
 
+    gpu_budget: Literal["auto"] | ByteCount = Field(
+        "auto",
+        description="device memory that the run may take, such as 24GiB: a hard limit. What is left beside slots and "
+        "activations holds whole blocks, which are then updated there. auto: what is free",
+    )
     master: Literal["split", "fp32"] = Field(
         "split",
         description="how bf16 training keeps its fp32 masters: `split` in two halves, the upper one being the bf16 "
         "weight that is streamed (4 bytes per parameter); `fp32` beside the bf16 weights (6 bytes)",
     )
     slots: int = Field(2, ge=2, le=8, description="blocks that have room on the device at the same time")
+    grads: Literal["bf16", "fp32"] = Field(
+        "bf16",
+        description="in which dtype a bf16 run's gradients travel to host RAM; micro-batches are added up in fp32 on the "
+        "device either way, and with a single one nothing is lost",
+    )
     pin: bool = Field(
         True,
         description="page-lock weights and gradients in host RAM; without it copies are slower and do not overlap",
@@ -34,15 +45,9 @@ class StreamSection(Section):
 
 
 def _build(ctx: Context, config: StreamSection) -> Memory:
-    from concurrent.futures import ThreadPoolExecutor
+    from trainforge_megatrain.stream.building import build
 
-    from trainforge.toolbox.streams import Streams
-    from trainforge_megatrain.stream.memory import Stream
-
-    def place(units):
-        pass
-
-    return Stream(ctx, config, Streams(ctx.device), ThreadPoolExecutor(1, "update"), place)
+    return build(ctx, config)
 
 
 @hookimpl

@@ -60,19 +60,21 @@ class Stream(Memory):
         place(self.units)
         self.dtype = working_dtype(ctx.train, ctx.device)
         sums = torch.float32 if ctx.batching.accumulate > 1 else self.dtype
+        travel = torch.float32 if section.grads == "fp32" else self.dtype
         for unit in self.units:
             on_device = unit.place is Place.DEVICE
             take = self._on_device if on_device else functools.partial(self._on_host, section.pin)
-            grads = sums if on_device else self.dtype
+            grads = sums if on_device else travel
             allocate(unit, ctx.optimizer, take, self.dtype, grads, halves=section.master == "split")
         self.rooms = Rooms(self.units, section.slots, streams, ctx.device, self.dtype, self.wait)
-        self.grads = Gradients(self.units, streams, ctx.device, sums, self.dtype, self.wait)
+        self.grads = Gradients(self.units, streams, ctx.device, sums, travel, self.wait)
         self.updates = Updates(ctx.optimizer, streams, worker, self.wait)
         self.gradients = tuple(_flat_buffer(unit) for unit in reversed(self.units) if unit.trained)
         self.blocks = [unit for unit in self.units if unit.block is not None]
         self.others = [unit for unit in self.units if unit.block is None]
         self.recomputed = {u for u in self.blocks if ctx.train.recompute or u.place is Place.STREAMED}
         self.walk: Walk | None = None
+        self._steps = 0
         self._bind()
         self._intercept(ctx)
         self._load_initial(ctx)
@@ -138,6 +140,7 @@ class Stream(Memory):
         contributing = [batch for batch in batches if batch.supervised > 0]
         total = torch.zeros((), device=self.device)
         self.grads.begin()
+        self._steps += 1
         if contributing:
             finish = functools.partial(self.grads.finish, sink=sink)
             self.walk = Walk(
@@ -258,9 +261,16 @@ class Stream(Memory):
             unit.round()
         self.rooms.forget()
 
+    def metrics(self) -> dict[str, float]:
+        """Milliseconds per step that launching waited for updates in host RAM, since the last reading."""
+        steps, self._steps = max(1, self._steps), 0
+        waited, self.rooms.waited_s = self.rooms.waited_s, 0.0
+        return {"waited_for_update_ms": waited * 1000 / steps}
+
     def close(self) -> None:
         """End the update thread and take the hooks off."""
         self.updates.close()
+        self.streams.close()
         for handle in self._handles:
             handle.remove()
 

@@ -7,6 +7,7 @@ each room: its contents have landed, and whoever read them has finished.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -30,7 +31,11 @@ class Room:
 
 
 class Rooms:
-    """All rooms: the slots that streamed units share, and one of its own for each kept unit."""
+    """All rooms: the slots that streamed units share, and one of its own for each kept unit.
+
+    Attributes:
+        waited_s: seconds that the launching thread has spent waiting for updates in host RAM.
+    """
 
     def __init__(
         self,
@@ -56,6 +61,7 @@ class Rooms:
                 self._of[unit] = Room(own, streams)
         self._places = {unit: place for place, unit in enumerate(self._order)}
         self._current: Unit | None = None
+        self.waited_s = 0.0
 
     def weights(self, unit: Unit) -> Tensor:
         """Where the model finds a unit's weights."""
@@ -106,7 +112,9 @@ class Rooms:
             self._load(unit, room)
 
     def _load(self, unit: Unit, room: Room) -> None:
+        began = time.perf_counter()
         self._wait("a block's update before its weights go up", unit.settle)
+        self.waited_s += time.perf_counter() - began
         self._wait("the readers of a room before it is overwritten", lambda: self._upload.wait(room.read))
         elements = unit.layout.length
         self._streams.copy(room.weights[:elements], unit.storage.weights, self._upload)

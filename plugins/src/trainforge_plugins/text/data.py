@@ -164,6 +164,7 @@ class TextData(Data):
         separate: Rows | None,
     ) -> None:
         self._config, self.tokenizer, self.cache = config, tokenizer, cache
+        self.row_tokens = config.max_len
         self._rows, self._split, self._separate = rows, split, separate
         self._seed, self._rank, self._world, self._batching = ctx.run.seed, ctx.rank, ctx.world, ctx.batching
         self._pin = ctx.device.type != "cpu"
