@@ -107,16 +107,23 @@ def test_python_goes_on_meanwhile():
 
 
 def test_updates_from_several_threads_at_once():
-    optimizer = make({"backend": "native", "threads": 2})
-    slots = [make_slot(optimizer, ParameterSpec(f"w{i}", (70_000,))) for i in range(6)]
+    optimizer = make({"backend": "native", "threads": 4})
+    slots = [make_slot(optimizer, ParameterSpec(f"w{i}", (300_000,))) for i in range(4)]
     wanted = [make_slot(optimizer, slot.spec) for slot in slots]
-    optimizer.update(wanted, do())
-    update = do()
-    workers = [threading.Thread(target=optimizer.update, args=([slot], update)) for slot in slots]
+    updates = [do(step) for step in range(1, 21)]
+    for update in updates:
+        optimizer.update(wanted, update)
+
+    def walk(slot):
+        for update in updates:
+            optimizer.update([slot], update)
+
+    workers = [threading.Thread(target=walk, args=(slot,), daemon=True) for slot in slots]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(60)
+        assert not worker.is_alive()
     assert bits(slots) == bits(wanted)
     optimizer.close()
 

@@ -244,10 +244,20 @@ def test_bf16_moments_are_rounded_to_the_nearest_even():
         assert torch.equal(slot.master, torch.from_numpy(wanted.master))
 
 
+def test_ties_of_bf16_moments_go_to_the_even_neighbour():
+    optimizer = make(
+        {"backend": "native", "moments": "bf16"}, betas=(0.0, 0.0)
+    )  # then a moment is the gradient
+    slot = make_slot(optimizer, ParameterSpec("w", (4,)))
+    slot.grad.view(torch.int32).copy_(torch.tensor([0x3F808000, 0x3F818000, 0x3F818001, 0x3F817FFF]))
+    optimizer.update([slot], do(1))
+    assert slot.state["exp_avg"].view(torch.int16).tolist() == [0x3F80, 0x3F82, 0x3F82, 0x3F81]
+
+
 def test_bf16_moments_keep_nan():
     optimizer = make({"backend": "native", "moments": "bf16"})
     slot = make_slot(optimizer, SPECS[1])
-    slot.grad.view(torch.int32).fill_(0x7F800001)  # a NaN that rounding the bits would make infinite
+    slot.grad.view(torch.int32).fill_(0x7FFFFFFF)  # a NaN that rounding the bits would make -0
     optimizer.update([slot], do(1))
     assert slot.state["exp_avg"].isnan().all()
     assert slot.state["exp_avg_sq"].isnan().all()
