@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-CPU = ("startup", "core_overhead", "tokenise")
+CPU = ("startup", "core_overhead", "tokenise", "host_update")
 GPU = ("resident_gpu",)
 BY_NAME = ("crash",)  # no figures, so only when asked for
 
