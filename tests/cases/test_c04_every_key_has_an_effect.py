@@ -159,6 +159,9 @@ TESTED_ELSEWHERE = {
     "ddp.bucket_mb": "tests/cases/test_c23_one_sum_over_micro_batches.py::"
     "test_two_ranks_are_the_single_big_batch_with_one_reduction_per_bucket",
     "ddp.timeout": "tests/cases/test_c17_stuck_or_killed.py::test_a_rank",
+    "cpu_adam.backend": "tests/cpu_adam/test_inputs.py::test_deepspeed_gets_fp32_slots_one_by_one",
+    "cpu_adam.moments": "tests/cpu_adam/test_update.py::test_bf16_moments_are_rounded_to_the_nearest_even",
+    "cpu_adam.threads": "tests/cpu_adam/test_threads.py::test_cores_are_shared_out",
     "dcp.timeout": "tests/dcp/test_ranks.py::test_a_rank_that_never_writes_ends_the_save_within_the_timeout",
 }
 
