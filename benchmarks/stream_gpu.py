@@ -26,7 +26,9 @@ TOKENS = 2048
 STEPS, WARMUP = int(os.environ.get("STEPS", "10")), 4
 
 
-def _qwen2(width: int, blocks: int, heads: int, kv: int, inner: int, vocab: int, tied: bool) -> dict[str, Any]:
+def _qwen2(
+    width: int, blocks: int, heads: int, kv: int, inner: int, vocab: int, tied: bool
+) -> dict[str, Any]:
     return {
         "model_type": "qwen2",
         "hidden_size": width,
@@ -77,8 +79,16 @@ def main() -> None:
         speed = ours.get("tokens_per_s")
         share = speed / limit if limit and speed else None
         rows.append(
-            (name, budget, speed or "failed", limit or "does not fit", share or "", ours.get("waited_ms", ""),
-             ours.get("reserved_gib", ""), ours.get("host_gib", ""))
+            (
+                name,
+                budget,
+                speed or "failed",
+                limit or "does not fit",
+                share or "",
+                ours.get("waited_ms", ""),
+                ours.get("reserved_gib", ""),
+                ours.get("host_gib", ""),
+            )
         )
     show(
         "stream_gpu",
@@ -207,7 +217,9 @@ def _draw_fast() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "limit":
+    if len(sys.argv) == 1:
+        main()
+    elif sys.argv[1] == "limit":
         print(json.dumps(limit(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))))
     else:
         print(json.dumps(ours(sys.argv[2])))

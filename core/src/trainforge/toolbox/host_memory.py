@@ -23,7 +23,9 @@ class HostMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._locked: list[int] = []
+        self._locked: list[
+            Tensor
+        ] = []  # kept: memory that is given back while it is locked stays mapped for ever
 
     def tensor(self, elements: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """A zeroed 1-D tensor; with `pinned` in page-locked memory, unless the device is the CPU.
@@ -58,17 +60,20 @@ class HostMemory:
     def _lock(self, tensor: Tensor, size: int) -> Tensor:
         if self.device.type != "cuda":
             return tensor.pin_memory()
-        runtime: Any = torch.cuda.cudart()
-        error = int(runtime.cudaHostRegister(tensor.data_ptr(), size, 0))
+        error = int(_cuda_runtime().cudaHostRegister(tensor.data_ptr(), size, 0))
         if error:
             raise ConfigError(
                 f"{size / 2**30:.1f} GiB of host RAM cannot be page-locked (CUDA error {error}): raise the limit "
                 "(`ulimit -l unlimited`, or --ulimit memlock=-1 for a container), or switch page-locking off"
             )
-        self._locked.append(tensor.data_ptr())
+        self._locked.append(tensor)
         return tensor
 
     def close(self) -> None:
         """Unlock everything."""
         while self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._locked.pop())  # type: ignore[no-untyped-call]
+            _cuda_runtime().cudaHostUnregister(self._locked.pop().data_ptr())
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib.util
 import math
 import threading
 from collections.abc import Sequence
@@ -162,8 +164,16 @@ class Fused:
             if whole:
                 self._fused(whole, lr, decay, scale, found_inf)
             for slot in slots:
-                if not _is_fp32(slot):
+                if slot.low is not None and device.type == "cuda" and _has_triton():
+                    self._in_one_kernel(slot, lr, decay, scale, found_inf)
+                elif not _is_fp32(slot):
                     self._through_fp32(slot, lr, decay, scale, found_inf)
+
+    def _in_one_kernel(self, slot: Slot, lr: float, decay: float, scale: Tensor, found_inf: Tensor) -> None:
+        from trainforge_megatrain.cpu_adam import device_kernel
+
+        hyper = self._hyper
+        device_kernel.update(slot, lr, decay, (hyper.beta1, hyper.beta2), hyper.eps, scale, found_inf)
 
     def _through_fp32(self, slot: Slot, lr: float, decay: float, scale: Tensor, found_inf: Tensor) -> None:
         for start in range(0, slot.master.numel(), _PIECE):
@@ -215,6 +225,12 @@ class Fused:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """Whether PyTorch's compiler for GPU kernels is there; its CUDA builds bring it."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def _is_fp32(slot: Slot) -> bool:

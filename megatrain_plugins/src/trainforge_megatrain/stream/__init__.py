@@ -54,5 +54,7 @@ def _build(ctx: Context, config: StreamSection) -> Memory:
 def forge_memory() -> Provider:
     """Give the streaming memory."""
     return Provider(
-        build=_build, config=StreamSection, traits=Traits(gradients_on="host", holds_shards=False, max_world=1)
+        build=_build,
+        config=StreamSection,
+        traits=Traits(gradients_on="host", holds_shards=False, max_world=1),
     )

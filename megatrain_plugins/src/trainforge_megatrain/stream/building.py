@@ -33,6 +33,9 @@ def build(ctx: Context, section: StreamSection) -> Stream:
         sizes = Sizes.of(ctx, ctx.optimizer, halves=section.master == "split")
         needs = place(units, budget, sizes, ctx.model, section.slots, recompute=ctx.train.recompute)
         ctx.console.note(report(units, needs, budget))
+        ctx.console.log(
+            "stream: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in needs.items())
+        )
 
     return Stream(ctx, section, Streams(ctx.device), ThreadPoolExecutor(1, "update"), decide)
 

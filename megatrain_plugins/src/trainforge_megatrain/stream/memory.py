@@ -56,7 +56,9 @@ class Stream(Memory):
         self.loss_chunk, self.compiled = ctx.train.loss_chunk, ctx.train.compile
         self.units = divide(self.model)
         if not any(unit.trained for unit in self.units):
-            raise ConfigError("every parameter is frozen, so there is nothing to train: let some have gradients")
+            raise ConfigError(
+                "every parameter is frozen, so there is nothing to train: let some have gradients"
+            )
         place(self.units)
         self.dtype = working_dtype(ctx.train, ctx.device)
         sums = torch.float32 if ctx.batching.accumulate > 1 else self.dtype

@@ -67,7 +67,9 @@ def state_bytes(optimizer: Optimizer, spec: ParameterSpec) -> int:
     return sum(getattr(torch, state.dtype).itemsize for state in wanted if state.per_element)
 
 
-def on_device(units: Sequence[Unit], sizes: Sizes, model: ModelSpec, slots: int, *, recompute: bool) -> dict[str, int]:
+def on_device(
+    units: Sequence[Unit], sizes: Sizes, model: ModelSpec, slots: int, *, recompute: bool
+) -> dict[str, int]:
     """Bytes on the device by what holds them, for units placed as they are."""
     streamed = [unit for unit in units if unit.place is Place.STREAMED]
     kept = [unit for unit in units if unit.place is Place.KEPT]
@@ -82,7 +84,9 @@ def on_device(units: Sequence[Unit], sizes: Sizes, model: ModelSpec, slots: int,
         "gradients": sum(unit.trained for unit in there) * sizes.sums
         + (own + min(2, len(boxes)) * largest) * sizes.travel
         + ((own + largest) * sizes.sums if narrow else 0),
-        "slots": min(slots, len(streamed)) * max((u.layout.length for u in streamed), default=0) * sizes.compute,
+        "slots": min(slots, len(streamed))
+        * max((u.layout.length for u in streamed), default=0)
+        * sizes.compute,
     }
     return needs | _activations(units, sizes, model, recompute=recompute)
 

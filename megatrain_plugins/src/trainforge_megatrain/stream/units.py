@@ -157,14 +157,26 @@ def divide(model: ModelSpec) -> list[Unit]:
             name = model.blocks[block]
             blocks_seen += 1
         else:
-            name = "stem" if not blocks_seen else "head" if blocks_seen == len(model.blocks) else f"before block {blocks_seen}"
+            name = (
+                "stem"
+                if not blocks_seen
+                else "head"
+                if blocks_seen == len(model.blocks)
+                else f"before block {blocks_seen}"
+            )
         place = Place.KEPT if block is None else Place.STREAMED
         units.append(Unit(name, block, flat_layout(specs), trained, place))
     return units
 
 
 def allocate(
-    unit: Unit, optimizer: Optimizer, take: Allocate, compute: torch.dtype, grads: torch.dtype, *, halves: bool
+    unit: Unit,
+    optimizer: Optimizer,
+    take: Allocate,
+    compute: torch.dtype,
+    grads: torch.dtype,
+    *,
+    halves: bool,
 ) -> None:
     """Give a unit its tensors, all zero, and the slots over them.
 
@@ -204,5 +216,3 @@ def _slot(unit: Unit, index: int, spec: ParameterSpec) -> Slot:
     master = span(held.weights if held.masters is None else held.masters, spec)
     low = None if held.low is None else span(held.low, spec)
     return Slot(spec, spec.extent, master, span(held.grads, spec), state, low)
-
-

@@ -25,7 +25,11 @@ class Updates:
         self._norm_known: Event = streams.event()
 
     def apply(
-        self, units: Sequence[Unit], update: UpdateFunction, used: frozenset[str], landed: Callable[[Unit], Event]
+        self,
+        units: Sequence[Unit],
+        update: UpdateFunction,
+        used: frozenset[str],
+        landed: Callable[[Unit], Event],
     ) -> None:
         """Update the slots of `units` whose parameters are in `used`.
 
@@ -44,7 +48,9 @@ class Updates:
                 unit.pending = self._worker.submit(self._on_host, unit, slots, update, landed(unit))
 
     def _on_host(self, unit: Unit, slots: Sequence[Slot], update: UpdateFunction, landed: Event) -> None:
-        with self._streams.on(self._stream):  # what the optimizer asks of the device waits for nothing but the norm
+        with self._streams.on(
+            self._stream
+        ):  # what the optimizer asks of the device waits for nothing but the norm
             self._stream.wait(self._norm_known)
             self._wait("gradients before the update reads them", landed.synchronize)
             self._update(unit, slots, update)

@@ -71,7 +71,9 @@ class Walk:
                 return [work(0)]
         results: list[Tensor | None] = [None] * self._count
         threads = [
-            threading.Thread(target=self._thread, args=(index, work, results), name=f"micro-batch {index}", daemon=True)
+            threading.Thread(
+                target=self._thread, args=(index, work, results), name=f"micro-batch {index}", daemon=True
+            )
             for index in range(self._count)
         ]
         for thread in threads:
@@ -96,7 +98,9 @@ class Walk:
         finally:
             self._pass_on(math.inf)
 
-    def block(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any, *, recompute: bool) -> Any:
+    def block(
+        self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any, *, recompute: bool
+    ) -> Any:
         """A block in forward: wait for the others, run it, and see to it that backward comes this way."""
         assert unit.block is not None
         visit = (self._here.index, unit)
@@ -136,7 +140,9 @@ class Walk:
         leaves, tree = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not places:
-            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()][:1]
+            places = [
+                i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            ][:1]
         marked = _Mark.apply(self, unit, self._anchor, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]
         for place, tensor in zip(places, marked, strict=True):
             leaves[place] = tensor
@@ -206,5 +212,3 @@ def _set_random_state(device: torch.device, state: RandomState) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.get_device_module(device).set_rng_state(state[1], device)
-
-
