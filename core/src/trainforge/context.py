@@ -67,6 +67,8 @@ class Context:
         cache_dir: where derived data may be kept between runs.
         console: for lines and progress bars.
         row_tokens: in an `estimate`: tokens of the longest rows, when the data stage could tell.
+        restored: a checkpoint of this run fills the trained weights and the buffers: their initial values are not asked
+            for, only those of frozen parameters.
     """
 
     run: RunSection
@@ -83,6 +85,7 @@ class Context:
     console: Console
     plugin: str = ""
     row_tokens: int | None = None
+    restored: bool = False
     built: dict[str, Any] = field(default_factory=dict)
 
     def _stage(self, name: str) -> Any:
