@@ -14,7 +14,14 @@ from trainforge.context import Context
 from trainforge.errors import ConfigError
 from trainforge.stages import Batch, Extent, ModelSpec
 from trainforge_plugins.hf import ModelSection, structure
-from trainforge_plugins.hf.initial import InitialWeights, Merged, RandomWeights, Weights, module_initialiser
+from trainforge_plugins.hf.initial import (
+    InitialWeights,
+    Merged,
+    RandomWeights,
+    Weights,
+    WriteAdapters,
+    module_initialiser,
+)
 from trainforge_plugins.hf.skeleton import parameters_on_meta
 
 
@@ -78,7 +85,8 @@ class FactoryModel(ModelSpec):
                 name.startswith(tuple(f"{head}." for head in heads)) for name in (spec.name, *spec.aliases)
             )
         )
-        self.adapters = ""
+        self.adapters = self.source = ""
+        self.write_adapters: WriteAdapters | None = None
         self.merged: Callable[[Weights], Merged] = lambda weights: (self.module, self.parameters, weights)
         self.weights_source: InitialWeights = RandomWeights(module, seed, module_initialiser)
         self.index_parameters()
@@ -105,6 +113,18 @@ class FactoryModel(ModelSpec):
 
         module, parameters, weights = self.merged(weights)
         export_module(module, parameters, out, weights, dtype)
+
+    def export_adapters(
+        self, out: Path, weights: Callable[[str], Tensor], dtype: Literal["bf16", "fp32"]
+    ) -> str:
+        """Write the adapters of `model.lora` as a folder for `peft.PeftModel.from_pretrained`.
+
+        Raises:
+            UserError: there are none, or what they belong to is in no folder.
+        """
+        if self.write_adapters is None:
+            return super().export_adapters(out, weights, dtype)
+        return self.write_adapters(out, weights, dtype)
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Run the module's `hidden`."""

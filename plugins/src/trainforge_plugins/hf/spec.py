@@ -25,6 +25,7 @@ from trainforge_plugins.hf.initial import (
     Merged,
     RandomWeights,
     Weights,
+    WriteAdapters,
     transformers_initialiser,
 )
 from trainforge_plugins.hf.skeleton import parameters_on_meta
@@ -62,6 +63,7 @@ class HuggingFaceModel(ModelSpec):
         self, config: Any, folder: Path | None, section: ModelSection, seed: int, device: torch.device
     ) -> None:
         self.config, self.folder = config, folder
+        self.source = _source(section.hf)
         self.text = config.get_text_config()
         model_class = _model_class(config)
         self.attention = attention.choose(section.attn, model_class, self.text, device)
@@ -85,6 +87,7 @@ class HuggingFaceModel(ModelSpec):
             self.text, ("max_position_embeddings", "n_positions", "max_seq_len")
         )
         self.adapters = ""
+        self.write_adapters: WriteAdapters | None = None
         self.merged: Callable[[Weights], Merged] = lambda weights: (self.module, self.parameters, weights)
         self.weights_source: InitialWeights = (
             RandomWeights(model, seed, transformers_initialiser)
@@ -154,6 +157,18 @@ class HuggingFaceModel(ModelSpec):
         module, parameters, weights = self.merged(weights)
         with _quiet():
             export_folder(module, self.folder, parameters, self.blocks, out, weights, dtype)
+
+    def export_adapters(
+        self, out: Path, weights: Callable[[str], Tensor], dtype: Literal["bf16", "fp32"]
+    ) -> str:
+        """Write the adapters of `model.lora` as a folder for `peft.PeftModel.from_pretrained`.
+
+        Raises:
+            UserError: there are none, or what they belong to is in no folder.
+        """
+        if self.write_adapters is None:
+            return super().export_adapters(out, weights, dtype)
+        return self.write_adapters(out, weights, dtype)
 
     def start_report(self) -> list[str]:
         """How many parameters there are and how attention and experts are computed."""
@@ -237,6 +252,12 @@ class HuggingFaceModel(ModelSpec):
             raise ConfigError(
                 f"model: the output head of {type(self.module).__name__} cannot be told from the rest"
             )
+
+
+def _source(name: str | None) -> str:
+    """What `model.hf` names, so that it can be found from any folder: an id on the hub, or a whole path; else empty."""
+    path = Path(name or "").expanduser()
+    return str(path.resolve()) if name and path.is_dir() else name or ""
 
 
 def _model_class(config: Any) -> type[PreTrainedModel]:
