@@ -311,7 +311,7 @@ def test_adapters_alone_are_rounded_named_and_few(tmp_path):
 
 @pytest.mark.parametrize(
     ("lora", "says"),
-    [(None, "no adapters to be exported alone"), (LORA, "fit its random initial weights")],
+    [(None, "no adapters to be exported alone"), (LORA, "belong to weights that no model folder holds")],
     ids=["none", "random"],
 )
 def test_adapters_that_cannot_be_exported_alone(tmp_path, lora, says):

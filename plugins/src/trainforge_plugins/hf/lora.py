@@ -99,8 +99,8 @@ def _write_apart(
 ) -> str:
     if not model.source:
         raise UserError(
-            "the adapters of this run fit its random initial weights, which are in no folder (the recipe has no "
-            "model.hf): leave out --lora adapter, which exports them added to those weights"
+            "the adapters of this run belong to weights that no model folder holds (random ones, or those of another "
+            "run): leave out --lora adapter, which exports them added to those weights"
         )
     write_adapters(config, model.source, plain, model.parameters, out, weights, dtype)
     return model.source
