@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import fcntl
 import os
@@ -93,25 +94,37 @@ def config_of_values(values: dict[str, Any]) -> Any:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    values = dict(values)
+    values = copy.deepcopy(values)  # configurations take parts of it apart
     model_type = values.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(
             f"model.config: unknown model_type {model_type!r}{_nearest(model_type, CONFIG_MAPPING)}"
         )
     config_class = CONFIG_MAPPING[model_type]
+    _check_keys(config_class, model_type, values)
     try:
-        fields = {name for parent in config_class.__mro__ for name in getattr(parent, "__annotations__", {})}
-        known = set(config_class().to_dict()) | set(config_class.attribute_map) | fields | _OTHER_KEYS
-    except Exception:
-        known = set(values)
-    for key in values:
-        if key not in known:
-            raise ConfigError(f"model.config: {model_type} has no key {key!r}{_nearest(key, known)}")
-    try:
-        return config_class(**values)
+        config = config_class(**values)
     except Exception as error:
         raise ConfigError(f"model.config: {_first_line(error)}") from None
+    for part in config_class.sub_configs:
+        given = values.get(part)
+        if isinstance(given, dict):
+            _check_keys(type(getattr(config, part)), part, given)
+    return config
+
+
+def _check_keys(config_class: Any, name: str, values: dict[str, Any]) -> None:
+    """Refuse keys that the configuration class, or a part of a configuration called `name`, does not have."""
+    try:
+        fields = {
+            field for parent in config_class.__mro__ for field in getattr(parent, "__annotations__", {})
+        }
+        known = set(config_class().to_dict()) | set(config_class.attribute_map) | fields | _OTHER_KEYS
+    except Exception:
+        return
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"model.config: {name} has no key {key!r}{_nearest(key, known)}")
 
 
 def check_sizes(config: Any) -> None:
