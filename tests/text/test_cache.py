@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import pytest
@@ -16,6 +21,7 @@ from trainforge.context import SilentConsole
 from trainforge.errors import DataError
 from trainforge_plugins.text import TextSection, build, cache
 from trainforge_plugins.text.data import TextData
+from trainforge_plugins.text.pool import WorkerError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -163,6 +169,62 @@ def test_processes_that_start_together_build_once(tmp_path: Path):
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert sum(output.count("built") for output in outputs) == 1
     assert len({output[-1] for output in outputs}) == 1
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[TextIO]:
+    """The lock of the cache of `a.jsonl`, in the hands of another process."""
+    text_data(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])))
+    with (folder_of(tmp_path) / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def test_who_waits_for_a_stuck_process_says_so_in_time(tmp_path: Path, held: TextIO):
+    held.write("rank 0 (process 17), after a.jsonl (bytes 0 to 20)")
+    held.flush()
+    began = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        text_data(tmp_path, str(tmp_path / "a.jsonl"), section={"worker_timeout": 0.3}, rank=1, world=2)
+    assert 0.6 <= time.monotonic() - began < 10
+    words = (
+        "stuck for 600 ms: ",
+        "rank 0 (process 17), after a.jsonl (bytes 0 to 20)",
+        "text.worker_timeout",
+    )
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_who_waits_for_a_process_that_gets_on_goes_on_waiting(tmp_path: Path, held: TextIO):
+    def work() -> None:
+        for i in range(15):
+            held.write(f" unit {i}")
+            held.flush()
+            time.sleep(0.1)
+        fcntl.flock(held, fcntl.LOCK_UN)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    data = text_data(tmp_path, str(tmp_path / "a.jsonl"), section={"worker_timeout": 0.4}, rank=1, world=2)
+    worker.join()
+    assert data.ledger()["used"] == 1
+
+
+def test_who_tokenises_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, shown = tmp_path / "a.txt", []
+    path.write_text("some words\n" * 100)
+    monkeypatch.setattr("trainforge_plugins.text.units.cut_units.__defaults__", (545,))
+    write = cache._Writer.write
+
+    def looking(self: cache._Writer, *arguments: object) -> None:
+        shown.append((folder_of(tmp_path) / "lock").read_text())
+        write(self, *arguments)
+
+    monkeypatch.setattr(cache._Writer, "write", looking)
+    text_data(tmp_path, str(path))
+    who = f"rank 0 (process {os.getpid()}), after"
+    assert shown[:2] == [f"{who} starting", f"{who} {path} (bytes 0 to 550)"]
+    assert (folder_of(tmp_path) / "lock").read_text() == ""
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path):

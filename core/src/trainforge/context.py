@@ -60,6 +60,7 @@ class Context:
         run, train: the recipe's sections of the same name, validated.
         model_config: the validated `model` section (its type is the model provider's).
         plugin: the name of the plugin being built.
+        doing: (stage, what it is doing), for messages when it fails or keeps other ranks waiting.
         device: this rank's device.
         rank, world, local_rank, local_world: this process among all, and among those of this host.
         batching: samples per step, micro-batch and rank.
@@ -84,6 +85,7 @@ class Context:
     cache_dir: Path
     console: Console
     plugin: str = ""
+    doing: tuple[str, str] = ("comm", "starting")
     row_tokens: int | None = None
     restored: bool = False
     built: dict[str, Any] = field(default_factory=dict)

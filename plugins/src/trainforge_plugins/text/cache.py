@@ -14,20 +14,20 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 import xxhash
 
 from trainforge.context import Console
 from trainforge.errors import DataError
-from trainforge.units import format_bytes
+from trainforge.units import format_bytes, format_seconds
 from trainforge_plugins.text.ledger import RowLedger
-from trainforge_plugins.text.pool import tokenise_all, worker_count
+from trainforge_plugins.text.pool import WorkerError, tokenise_all, worker_count
 from trainforge_plugins.text.rendering import Rendering
 from trainforge_plugins.text.sources import Source
 from trainforge_plugins.text.tokenise import Reading
@@ -129,15 +129,17 @@ def _map(path: Path) -> mmap.mmap:
 
 
 def open_cache(
-    root: Path, patterns: str | Sequence[str], request: CacheRequest, console: Console, first: bool
+    root: Path, patterns: str | Sequence[str], request: CacheRequest, console: Console, first: bool, who: str
 ) -> TokenCache:
     """Open the cache of a data set below `root`, building it when it is missing or out of date.
 
     One process builds while the others wait for its lock; `first` marks the one that should (its progress is shown).
+    `who` is this process, for the messages of those that wait. They wait twice as long as it does for a worker, so that
+    it speaks first.
 
     Raises:
         DataError: no row can be used, or the cache cannot be written.
-        WorkerError: a tokenising process died or got stuck.
+        WorkerError: a tokenising process died or got stuck, or the one that builds for all.
     """
     asked = [patterns] if isinstance(patterns, str) else list(patterns)
     places = [p if p.startswith("package:") else os.path.abspath(Path(p).expanduser()) for p in asked]
@@ -149,12 +151,12 @@ def open_cache(
         folder.mkdir(parents=True, exist_ok=True)
         if not first:
             _wait_for_index(folder, request)
-        with _locked(folder / "lock", console):
+        with _locked(folder / "lock", console, 2 * request.worker_timeout_s) as progress:
             index, reason = _valid_index(folder, request)
             if index is None:
                 if reason:
                     console.note(f"tokenising again: {reason}")
-                index = _build(folder, request, console)
+                index = _build(folder, request, console, lambda done: progress(f"{who}, after {done}"))
         return TokenCache(folder, index)
     except OSError as error:
         size = format_bytes(sum(s.text_bytes for s in request.sources) * request.tokenizer.dtype.itemsize)
@@ -176,15 +178,54 @@ def _wait_for_index(folder: Path, request: CacheRequest) -> None:
 
 
 @contextmanager
-def _locked(path: Path, console: Console) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; the system gives it back when this process ends, however that happens."""
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+def _locked(path: Path, console: Console, patience_s: float) -> Iterator[Callable[[str], None]]:
+    """Hold an exclusive lock on `path`; the system gives it back when this process ends, however that happens.
+
+    Gives the function with which its holder shows those that wait how far it is.
+
+    Raises:
+        WorkerError: who holds it has shown no progress for `patience_s`.
+    """
+    with path.open("a+", encoding="utf-8", errors="replace") as file:
+        if not _taken(file):
             console.note("waiting for another process, which tokenises the same text")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            _wait_for_lock(file, path, patience_s)
+
+        def progress(words: str) -> None:
+            file.truncate(0)
+            file.write(words)
+            file.flush()
+
+        yield progress
+        file.truncate(0)
+
+
+def _taken(file: TextIO) -> bool:
+    """Take the lock unless another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _shown(path: Path) -> str:
+    return path.read_text("utf-8", "replace")
+
+
+def _wait_for_lock(file: TextIO, path: Path, patience_s: float) -> None:
+    shown, since = _shown(path), time.monotonic()
+    while not _taken(file):
+        now = _shown(path)
+        if now != shown:
+            shown, since = now, time.monotonic()
+        if time.monotonic() > since + patience_s:
+            holder = shown or "another process"
+            raise WorkerError(
+                f"the process that tokenises for the others has been stuck for {format_seconds(patience_s)}: {holder}. "
+                "Look at that part of the file, end the process, or raise text.worker_timeout"
+            )
+        time.sleep(LOCK_POLL_S)
 
 
 def _valid_index(folder: Path, request: CacheRequest) -> tuple[dict[str, Any] | None, str]:
@@ -239,7 +280,9 @@ def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     return "text.strict has changed" if old["strict"] != new["strict"] else ""
 
 
-def _build(folder: Path, request: CacheRequest, console: Console) -> dict[str, Any]:
+def _build(
+    folder: Path, request: CacheRequest, console: Console, progress: Callable[[str], None]
+) -> dict[str, Any]:
     """Tokenise everything; leaves the new data files and the index that names them."""
     for leftover in folder.glob("*.partial"):
         leftover.unlink()
@@ -249,8 +292,9 @@ def _build(folder: Path, request: CacheRequest, console: Console) -> dict[str, A
     with ExitStack() as stack:
         files = [stack.enter_context(path.open("wb")) for path in paths]
         writer = _Writer(files, request.tokenizer)
-        _tokenise(request, writer, ledger, console)
+        _tokenise(request, writer, ledger, console, progress)
         for file in files:
+            progress(f"writing {file.name}")
             file.flush()
             os.fsync(file.fileno())
     assert ledger.top is not None
@@ -309,7 +353,14 @@ class _Writer:
         return str(xxhash.xxh3_128(b"".join(parts)).hexdigest())
 
 
-def _tokenise(request: CacheRequest, writer: _Writer, ledger: RowLedger, console: Console) -> None:
+def _tokenise(
+    request: CacheRequest,
+    writer: _Writer,
+    ledger: RowLedger,
+    console: Console,
+    progress: Callable[[str], None],
+) -> None:
+    progress("starting")
     for source in request.sources:
         if source.size == 0 and isinstance(source.path, Path):
             ledger.add_empty(source)
@@ -335,5 +386,6 @@ def _tokenise(request: CacheRequest, writer: _Writer, ledger: RowLedger, console
                 writer.write(end, np.empty(0, np.int64), None)
                 open_document = False
             task.advance(unit.stop - unit.start)
+            progress(str(unit))
     longest = None if request.rendering is None else request.rendering.max_len
     ledger.require_rows(request.field, request.sources, longest)

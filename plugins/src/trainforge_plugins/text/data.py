@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,8 @@ def _open(
         rendering,
     )
     root = Path(config.cache or ctx.cache_dir).expanduser()
-    cache = open_cache(root, patterns, request, ctx.console, ctx.local_rank == 0)
+    who = f"rank {ctx.rank} (process {os.getpid()})"
+    cache = open_cache(root, patterns, request, ctx.console, ctx.local_rank == 0, who)
     token, row = cache.top
     if token >= ctx.model.vocab_size:
         raise _too_large(tokenizer, token, f"at or after {row}", ctx.model.vocab_size)
