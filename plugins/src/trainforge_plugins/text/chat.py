@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainforge.errors import ConfigError
 from trainforge_plugins.text.conversation import BadRow, Conversation, Message
+from trainforge_plugins.text.tokenizers import BYTES
 
 if TYPE_CHECKING:
     from trainforge_plugins.text.tokenizers import Tokenizer
@@ -77,6 +78,8 @@ BUILT_IN = {
     ),
 }
 """Sources of the built-in templates, by the name that `text.template` takes."""
+
+_NAMED = f"{', '.join(name for name in BUILT_IN if name != 'plain')} or a file"
 
 _BUILT_IN_ENDS = ("<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>")
 
@@ -160,9 +163,21 @@ def choose_template(wanted: str, tokenizer: Tokenizer) -> ChatTemplate:
     if "eos_token" in source and "eos_token" not in variables:
         raise ConfigError(
             f"text.template: the chat template {name} ends turns with eos_token, and the tokenizer "
-            f"{tokenizer.name!r} has none: choose another template, or a tokenizer with an end token"
+            f"{tokenizer.name!r} has none: set text.template to one that has ends of its own ({_NAMED}), or "
+            "text.tokenizer to a folder whose tokenizer_config.json names an eos_token"
         )
     return ChatTemplate(name, fix_date(source), tuple(sorted(variables.items())), ends)
+
+
+def missing_template(wanted: str, tokenizer: Tokenizer) -> str | None:
+    """What a person is told when `auto` finds no chat template. Not with bytes: no model was tuned with them."""
+    if wanted != "auto" or tokenizer.chat_template or tokenizer.name == BYTES:
+        return None
+    return (
+        f"text.template: the tokenizer {tokenizer.name!r} brings no chat template, so conversations are written as "
+        f"plain. If the model was tuned with another one, set text.template to it ({_NAMED}), or text.tokenizer to a "
+        "folder that has chat_template.jinja"
+    )
 
 
 def _from_file(wanted: str) -> str:

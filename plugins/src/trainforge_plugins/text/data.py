@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainforge.errors import ConfigError, DataError, IncompatibleError
 from trainforge.stages import Batch, Data, PartState
 from trainforge_plugins.text.cache import CacheRequest, TokenCache, open_cache
-from trainforge_plugins.text.chat import choose_template
+from trainforge_plugins.text.chat import choose_template, missing_template
 from trainforge_plugins.text.inputs import find_files, find_inputs, places
 from trainforge_plugins.text.ledger import skipped_lines
 from trainforge_plugins.text.order import Permutation
@@ -93,6 +93,8 @@ def _open(
     rendering = None
     if any(source.format == "chat" for source in sources):
         template = choose_template(config.template, tokenizer)
+        if told := missing_template(config.template, tokenizer):
+            ctx.console.note(told)
         rendering = Rendering(template, config.train_on, config.max_len, config.too_long)
     request = CacheRequest(
         sources,
