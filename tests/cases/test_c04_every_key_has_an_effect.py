@@ -143,6 +143,9 @@ TESTED_ELSEWHERE = {
     "run.devices": "tests/ranks/test_environment.py::test_devices_that_cannot_be",
     "model.hf": "tests/hf/test_weights.py::test_a_saved_folder_reads_as_from_pretrained",
     "model.factory": "tests/hf/test_factory.py::test_a_module_becomes_a_spec",
+    "model.init_from": "tests/hf/test_init_from.py::"
+    "test_only_weights_are_taken_over_and_the_step_is_written_down",
+    "model.trust_remote_code": "tests/hf/test_own_code.py::test_it_trains_and_its_export_has_the_code",
     "model.experts": "tests/cases/test_c04_every_key_has_an_effect.py::test_experts_are_computed_as_said",
     "text.sources": "tests/text/test_sources_weights.py::test_whole_weights_repeat_all_rows",
     "text.dataset": "tests/text/test_registry.py::test_one_several_and_names_with_commas",

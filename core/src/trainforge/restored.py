@@ -14,7 +14,7 @@ def leave_out_initial_weights(model: ModelSpec) -> None:
     """Let `model.load` give zeros for trained parameters, and `load_buffers` do nothing.
 
     Every memory asks for initial weights while it is built. Where a checkpoint replaces them at once, reading a model
-    folder for it takes as long as reading the checkpoint. Frozen parameters are in no checkpoint and are loaded as ever.
+    folder for it takes as long as reading the checkpoint. Frozen parameters are in no checkpoint and are loaded.
     """
     trained = {spec.name for spec in model.parameters if spec.trainable}
     load = model.load

@@ -85,7 +85,7 @@ class FactoryModel(ModelSpec):
                 name.startswith(tuple(f"{head}." for head in heads)) for name in (spec.name, *spec.aliases)
             )
         )
-        self.adapters = self.source = ""
+        self.adapters = self.source = self.origin = ""
         self.write_adapters: WriteAdapters | None = None
         self.merged: Callable[[Weights], Merged] = lambda weights: (self.module, self.parameters, weights)
         self.weights_source: InitialWeights = RandomWeights(module, seed, module_initialiser)
@@ -103,6 +103,14 @@ class FactoryModel(ModelSpec):
     def load(self, name: str, out: Tensor, extent: Extent) -> None:
         """Fill `out` with a span of the parameter's initial weights."""
         self.weights_source.fill(self._specs[name], out, extent)
+
+    def load_buffers(self) -> None:
+        """Fill persistent buffers when the weights come from another run."""
+        self.weights_source.fill_buffers(self.module)
+
+    def close(self) -> None:
+        """Give back what the weights hold open."""
+        self.weights_source.close()
 
     def export(self, out: Path, weights: Callable[[str], Tensor], dtype: Literal["bf16", "fp32"]) -> None:
         """Write `model.safetensors`: the module's state, tied parameters once, for `safetensors.torch.load_model`.
@@ -142,7 +150,7 @@ class FactoryModel(ModelSpec):
         trained = sum(spec.elements for spec in self.parameters if spec.trainable)
         share = f", {trained:,} trainable" if trained != total else ""
         line = f"model: {type(self.module).__name__}, {total:,} parameters{share}"
-        return [line, self.adapters] if self.adapters else [line]
+        return [text for text in (line, self.adapters, self.origin) if text]
 
 
 def _imported(name: str) -> Any:

@@ -32,6 +32,9 @@ class InitialWeights(Protocol):
     def fill_buffers(self, module: nn.Module) -> None:
         """Fill those persistent buffers of `module` that it has values for."""
 
+    def close(self) -> None:
+        """Give back what is open."""
+
 
 class RandomWeights:
     """Draws parameters with the model's own initialisation under a generator seeded by (run seed, name).
@@ -59,6 +62,9 @@ class RandomWeights:
 
     def fill_buffers(self, module: nn.Module) -> None:
         """Leave them as the module's constructor made them."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     @torch.no_grad()
     def _draw(self, spec: ParameterSpec) -> Tensor:

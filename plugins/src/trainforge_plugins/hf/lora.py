@@ -134,6 +134,10 @@ class AdapterWeights:
         """Fill persistent buffers that the base model's weights hold."""
         self.base.fill_buffers(module)
 
+    def close(self) -> None:
+        """Give back what the base model's weights hold open."""
+        self.base.close()
+
 
 def _merging(module: nn.Module, wrapped: set[str], weights: Weights) -> Weights:
     """Gives the base model's parameters with the adapters added, under the names that they have there."""

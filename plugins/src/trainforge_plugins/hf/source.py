@@ -14,12 +14,16 @@ from trainforge.context import Context
 from trainforge.errors import ConfigError
 from trainforge_plugins.hf import structure
 
+_CODE = "*.py"
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.txt")
 _PROBE_SECONDS = 10.0
 
 
-def folder_of(ctx: Context, name: str) -> Path:
+def folder_of(ctx: Context, name: str, code: bool = False) -> Path:
     """The local folder of a model: as given, or downloaded from the hub (once per host; safetensors only).
+
+    Args:
+        code: download Python files too.
 
     Raises:
         ConfigError: there is no such folder and the id cannot be fetched.
@@ -36,14 +40,14 @@ def folder_of(ctx: Context, name: str) -> Path:
     ctx.cache_dir.mkdir(parents=True, exist_ok=True)
     with (ctx.cache_dir / "hub.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _downloaded(ctx, name)
+        return _downloaded(ctx, name, code)
 
 
-def _downloaded(ctx: Context, name: str) -> Path:
+def _downloaded(ctx: Context, name: str, code: bool) -> Path:
     import huggingface_hub
     from huggingface_hub import HfApi, snapshot_download
 
-    patterns = list(_WANTED)
+    patterns = [*_WANTED, _CODE] if code else list(_WANTED)
     try:
         if not huggingface_hub.is_offline_mode():
             HfApi().model_info(name, timeout=_PROBE_SECONDS)
@@ -61,8 +65,8 @@ def _downloaded(ctx: Context, name: str) -> Path:
         ) from None
 
 
-def config_of_folder(path: Path) -> Any:
-    """The configuration in a model folder. Nothing is fetched and no code in the folder runs.
+def config_of_folder(path: Path, code: bool = False) -> Any:
+    """The configuration in a model folder. Nothing is fetched; code in the folder runs only with `code`.
 
     Raises:
         ConfigError: transformers does not know the architecture, or the configuration is broken.
@@ -70,7 +74,7 @@ def config_of_folder(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(os.fspath(path), local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(os.fspath(path), local_files_only=True, trust_remote_code=code)
     except Exception as error:
         raise ConfigError(f"model.hf: {path / 'config.json'} cannot be used: {_first_line(error)}") from None
     method = getattr(config, "quantization_config", None)

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from trainforge.context import Context
 from trainforge.errors import ConfigError, IncompatibleError
 from trainforge.stages import Batch, Extent, ModelSpec, ParameterSpec
-from trainforge_plugins.hf import ModelSection, attention, flops, structure, vision
+from trainforge_plugins.hf import ModelSection, attention, flops, own_code, structure, vision
 from trainforge_plugins.hf.head import OutputHead
 from trainforge_plugins.hf.initial import (
     InitialWeights,
@@ -27,6 +27,7 @@ from trainforge_plugins.hf.initial import (
     WriteAdapters,
     transformers_initialiser,
 )
+from trainforge_plugins.hf.own_code import OwnClass
 from trainforge_plugins.hf.skeleton import parameters_on_meta
 from trainforge_plugins.hf.source import check_sizes, config_of_folder, config_of_values, folder_of
 from trainforge_plugins.hf.weights import FolderWeights
@@ -41,10 +42,18 @@ def build_transformers(ctx: Context, section: ModelSection) -> HuggingFaceModel:
         ConfigError: it cannot be found, built or read.
     """
     with _quiet():
-        folder = None if section.hf is None else folder_of(ctx, section.hf)
-        config = config_of_values(section.config or {}) if folder is None else config_of_folder(folder)
+        folder = None if section.hf is None else folder_of(ctx, section.hf, section.trust_remote_code)
+        own = None
+        if folder is None:
+            config = config_of_values(section.config or {})
+        elif own_code.runs_code(ctx, folder, section.trust_remote_code):
+            with own_code.turn(ctx):
+                config = config_of_folder(folder, code=True)
+            own = own_code.class_of(ctx, config, folder)
+        else:
+            config = config_of_folder(folder)
         check_sizes(config.get_text_config())
-        return HuggingFaceModel(config, folder, section, ctx.run.seed, ctx.device)
+        return HuggingFaceModel(config, folder, section, ctx.run.seed, ctx.device, own)
 
 
 class HuggingFaceModel(ModelSpec):
@@ -59,19 +68,26 @@ class HuggingFaceModel(ModelSpec):
         section: the recipe's `model` section.
         seed: of the random weights.
         device: what the model will run on.
+        own: the class that the folder's own code defines, when that is to run.
     """
 
     def __init__(
-        self, config: Any, folder: Path | None, section: ModelSection, seed: int, device: torch.device
+        self,
+        config: Any,
+        folder: Path | None,
+        section: ModelSection,
+        seed: int,
+        device: torch.device,
+        own: OwnClass | None = None,
     ) -> None:
         self.config, self.folder = config, folder
         self.source = _source(section.hf)
         self.text = config.get_text_config()
-        auto = vision.auto_class(config)
-        model_class = vision.model_class(config, auto)
+        auto = vision.auto_class(config) if own is None else own.auto
+        model_class = vision.model_class(config, auto) if own is None else own.model
         self.attention = attention.choose(section.attn, model_class, self.text, device)
         names = vision.attention_names(config, self.attention.registered, self.attention.kernel)
-        self.module = model = _empty_model(auto, config, names, section.experts)
+        self.module = model = _empty_model(auto, config, names, section.experts, own is not None)
         self.base_name, base = _base_model(model)
         self.parts = vision.parts_of(model, self.base_name, auto is AutoModelForImageTextToText)
         self.blocks = vision.find_blocks(model, self.parts)
@@ -89,7 +105,7 @@ class HuggingFaceModel(ModelSpec):
         self.max_positions = structure.number(
             self.text, ("max_position_embeddings", "n_positions", "max_seq_len")
         )
-        self.adapters = ""
+        self.adapters = self.origin = ""
         self.write_adapters: WriteAdapters | None = None
         self.merged: Callable[[Weights], Merged] = lambda weights: (self.module, self.parameters, weights)
         self.weights_source: InitialWeights = (
@@ -127,6 +143,10 @@ class HuggingFaceModel(ModelSpec):
     def load_buffers(self) -> None:
         """Fill persistent buffers from the model folder."""
         self.weights_source.fill_buffers(self.module)
+
+    def close(self) -> None:
+        """Give back what the weights hold open."""
+        self.weights_source.close()
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Run the base model.
@@ -197,8 +217,7 @@ class HuggingFaceModel(ModelSpec):
             f"{seeing} vision and {len(self.blocks) - seeing} decoder" if seeing else str(len(self.blocks))
         )
         lines = [f"model: {kind}, {blocks} blocks, {counts}"]
-        if self.adapters:
-            lines.append(self.adapters)
+        lines += [text for text in (self.adapters, self.origin) if text]
         lines.append(f"attention: {self.attention.kernel} ({self.attention.reason})")
         if self._stateful:
             lines.append(f"model: {kind} carries state along a row, so rows must hold one document each")
@@ -290,8 +309,10 @@ def _base_model(model: PreTrainedModel) -> tuple[str, nn.Module]:
     raise ConfigError(f"model: {type(model).__name__} has no base model apart from its output head")
 
 
-def _empty_model(auto: Any, config: Any, attn: str | dict[str, str], experts: str) -> PreTrainedModel:
-    options: dict[str, Any] = {"attn_implementation": attn, "dtype": torch.float32}
+def _empty_model(
+    auto: Any, config: Any, attn: str | dict[str, str], experts: str, code: bool
+) -> PreTrainedModel:
+    options: dict[str, Any] = {"attn_implementation": attn, "dtype": torch.float32, "trust_remote_code": code}
     if experts != "auto":
         options["experts_implementation"] = experts
     try:

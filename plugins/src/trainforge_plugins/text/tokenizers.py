@@ -248,7 +248,8 @@ def load_tokenizer(ctx: Context, wanted: str) -> Tokenizer:
         raise DataError(
             f"text.tokenizer: {name} does not exist: name a tokenizer's folder, a hub id, or bytes"
         )
-    return _from_transformers(name, path if path.is_dir() else None)
+    code = bool(getattr(ctx.model_config, "trust_remote_code", False))
+    return _from_transformers(name, path if path.is_dir() else None, code)
 
 
 def _from_file(name: str, path: Path) -> Tokenizer:
@@ -266,7 +267,7 @@ def _from_file(name: str, path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _from_transformers(name: str, folder: Path | None) -> Tokenizer:
+def _from_transformers(name: str, folder: Path | None, code: bool = False) -> Tokenizer:
     os.environ.setdefault(
         "TOKENIZERS_PARALLELISM", "false"
     )  # workers are the parallelism; also silences a warning
@@ -275,9 +276,14 @@ def _from_transformers(name: str, folder: Path | None) -> Tokenizer:
     trouble = None if folder is not None else _hub_trouble(name)
     try:
         loaded = AutoTokenizer.from_pretrained(
-            str(folder or name), trust_remote_code=False, local_files_only=trouble is not None
+            str(folder or name), trust_remote_code=code, local_files_only=trouble is not None
         )
     except Exception as error:  # OSError, ValueError, network errors of several libraries
+        if not code and "trust_remote_code" in str(error):
+            raise DataError(
+                f"text.tokenizer: {name} needs Python code of its own, which could do anything that you can: read it "
+                "and allow it with model.trust_remote_code: true, name another tokenizer, or set text.tokenizer: bytes"
+            ) from None
         if folder is not None:
             raise DataError(
                 f"text.tokenizer: cannot read a tokenizer in {folder}: {_first_line(error)}: "
