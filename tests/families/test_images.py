@@ -1,6 +1,9 @@
 """Image-text-to-text models: a run equals a hand-written loop over transformers' own model, with images and without."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,3 +150,25 @@ def test_packed_text_equals_each_document_alone_and_leaves_the_tower_as_it_was(t
     for name, value in final.items():
         seen = any(part in name for part in ("vision", "visual", "projector"))
         assert torch.equal(value, before[name]) is seen, name
+
+
+@pytest.mark.ranks
+def test_one_rank_may_have_images_while_the_other_has_none(tmp_path):
+    one = run_on_rows(tmp_path, "qwen2_5_vl")
+    root = Path(__file__).parents[2]
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "trainforge.cli", "run", str(tmp_path / "recipe.yaml")),
+            *("--run-dir", str(tmp_path / "two"), "--nproc", "2", "--plugins", ROWS),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    both = Outcome(0, tmp_path / "two")
+    assert both.summary["world"] == 2
+    assert both.series("loss") == pytest.approx(one.series("loss"), rel=1e-6)
+    assert both.series("grad_norm") == pytest.approx(one.series("grad_norm"), rel=1e-5)
