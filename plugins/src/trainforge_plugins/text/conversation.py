@@ -22,6 +22,10 @@ class BadRow(Exception):
         self.detail = detail
 
 
+class LacksColumn(BadRow):
+    """A row without a column that its format needs."""
+
+
 @dataclass(frozen=True)
 class Message:
     """One turn.

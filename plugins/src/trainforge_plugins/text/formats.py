@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainforge_plugins.text.conversation import BadRow, Conversation, Message
+from trainforge_plugins.text.conversation import BadRow, Conversation, LacksColumn, Message
 from trainforge_plugins.text.turns import Tags, read_tools, read_turns
 from trainforge_plugins.text.values import as_list, text_of
 
@@ -160,7 +160,9 @@ def _find(row: Mapping[str, Any], columns: tuple[str, ...], required: bool = Tru
         if not columns:
             raise BadRow("text.columns leaves out a column that is needed")
         there = [column for column in columns if column in row]
-        raise BadRow(f"{there[0]!r} is null" if there else f"no column {columns[0]!r}")
+        if there:
+            raise BadRow(f"{there[0]!r} is null")
+        raise LacksColumn(f"no column {columns[0]!r}")
     return (columns[0] if columns else ""), None
 
 
@@ -179,7 +181,9 @@ def _question_and_answer(
     question = "\n".join(part for part in parts if part)
     if not question:
         column = column or query_column
-        raise BadRow(f"{column!r} is empty" if column in row else f"no column {column!r}")
+        if column in row:
+            raise BadRow(f"{column!r} is empty")
+        raise LacksColumn(f"no column {column!r}")
     text = text_of(answer, answer_column, required=True)
     column, history = _find(row, rows.names(name, "history"), required=False)
     past = _history(as_list(history, column), column) if history not in (None, "") else []

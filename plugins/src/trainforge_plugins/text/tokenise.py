@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trainforge_plugins.text.containers import Fault
-from trainforge_plugins.text.conversation import BadRow
+from trainforge_plugins.text.conversation import BadRow, LacksColumn
 from trainforge_plugins.text.formats import to_conversation
 from trainforge_plugins.text.policy import DoesNotFit
 from trainforge_plugins.text.rendering import Renderer, Rendering
@@ -141,6 +141,8 @@ class Tokeniser:
                 fitted = self._renderer.render(to_conversation(row, unit.rows))
             except BadRow as bad:
                 piece.skip(number, bad.reason, bad.detail)
+                if isinstance(bad, LacksColumn):
+                    piece.lacks(row)
                 if isinstance(bad, DoesNotFit):
                     piece.needed = min(bad.needed, piece.needed or bad.needed)
                 continue
