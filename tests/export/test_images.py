@@ -16,7 +16,7 @@ from trainforge.exporting import export_run
 
 def logits(model, family):
     ids, real, inputs = seeing.rows(family, seed=8)
-    types = {} if family == "llava" else {"mm_token_type_ids": (ids == seeing.IMAGE).int()}
+    types = seeing.token_types(family, ids)
     with torch.no_grad():
         return model(input_ids=ids, attention_mask=real, **inputs, **types).logits
 

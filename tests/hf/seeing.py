@@ -68,8 +68,29 @@ FAMILIES = {
         },
         "image_seq_length": 16,
     },
+    "gemma3": {
+        "image_token_index": IMAGE,
+        "mm_tokens_per_image": 4,
+        "text_config": {
+            **{key: value for key, value in _TEXT.items() if key != "rope_parameters"},
+            "head_dim": 8,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 8,
+            "patch_size": 2,
+        },
+    },
 }
 """Configurations as a recipe gives them, without `model_type`."""
+
+AXES = ("qwen2_5_vl", "qwen3_vl_moe")
+"""Families in which images have axes of positions."""
 
 GRIDS = ((1, 4, 4), (1, 4, 8))
 """Patches of the two images in time, height and width; two by two of them make a token."""
@@ -94,8 +115,9 @@ def model(tmp_path, family, seed=0, **more):
 def images(family, count=2, seed=3):
     """What a processor hands out beside the token ids for `count` images, and how many tokens each is."""
     generator = torch.Generator().manual_seed(seed)
-    if family == "llava":
-        return {"pixel_values": torch.randn(count, 3, 8, 8, generator=generator)}, [16] * count
+    if family not in AXES:
+        size = 16 if family == "llava" else 4
+        return {"pixel_values": torch.randn(count, 3, 8, 8, generator=generator)}, [size] * count
     grids = torch.tensor([GRIDS[i % 2] for i in range(count)])
     patches = grids.prod(1)
     pixels = torch.randn(int(patches.sum()), 3 * 2 * 2 * 2, generator=generator)
@@ -141,10 +163,26 @@ def transformers_model(family, **more):
     ).eval()
 
 
-def same_weights(spec, family, **more):
-    """transformers' model with the spec's initial weights."""
+def filled(spec):
+    """The spec with initial weights; what starts as zeros and would hide the images (Gemma 3) is random."""
+    tiny.filled(spec)
+    for name, parameter in spec.module.named_parameters():
+        if "projection" in name and not parameter.any():
+            with torch.no_grad():
+                parameter.normal_(generator=torch.Generator().manual_seed(0))
+    return spec
+
+
+def same_weights(spec, family, state=None, **more):
+    """transformers' model with the spec's initial weights, or those of a state."""
     reference = transformers_model(family, **more)
-    missing, unexpected = reference.load_state_dict(tiny.initial(spec), strict=False)
+    missing, unexpected = reference.load_state_dict(state or tiny.initial(spec), strict=False)
     assert not unexpected
     assert not set(missing) & {name for name, _ in reference.named_parameters()}
     return reference
+
+
+def token_types(family, ids):
+    """What a processor says of the tokens, under the name by which the model takes it."""
+    types = (ids == IMAGE).int()
+    return {"llava": {}, "gemma3": {"token_type_ids": types}}.get(family, {"mm_token_type_ids": types})

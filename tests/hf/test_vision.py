@@ -13,12 +13,12 @@ from trainforge.errors import ConfigError, IncompatibleError
 from trainforge_plugins.hf import LoraSection, ModelSection, build, vision
 
 FAMILIES = [*seeing.FAMILIES]
-AXES = ["qwen2_5_vl", "qwen3_vl_moe"]
+AXES = [*seeing.AXES]
 
 
 def theirs(model, family, ids, real, inputs):
     """Logits of transformers' model, called as its processor's outputs are meant to be."""
-    types = {} if family == "llava" or not inputs else {"mm_token_type_ids": (ids == seeing.IMAGE).int()}
+    types = seeing.token_types(family, ids) if inputs else {}
     with torch.no_grad():
         return model(input_ids=ids, attention_mask=real, **inputs, **types).logits
 
@@ -32,8 +32,8 @@ def ours(spec, batch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(tmp_path, family):
-    spec = tiny.filled(seeing.model(tmp_path, family))
-    reference = seeing.same_weights(spec, family)
+    spec = seeing.filled(seeing.model(tmp_path, family))
+    reference = seeing.same_weights(spec, family, spec.module.state_dict())
     ids, real, inputs = seeing.rows(family)
     images = theirs(reference, family, ids, real, inputs)
     assert torch.allclose(
@@ -112,6 +112,20 @@ def test_inputs_that_do_not_fit_are_named(tmp_path):
         spec.hidden(packed)
 
 
+def test_types_of_tokens_that_do_not_follow_from_ids_are_asked_for(tmp_path):
+    """In PaliGemma they tell the prompt, whose tokens see each other, from the answer."""
+    parts = {key: seeing.FAMILIES["gemma3"][key] for key in ("text_config", "vision_config")}
+    parts["text_config"] = {"model_type": "gemma", **parts["text_config"]}
+    del parts["text_config"]["sliding_window"], parts["text_config"]["layer_types"]
+    parts["vision_config"] = {"model_type": "siglip_vision_model", **parts["vision_config"]}
+    config = {"model_type": "paligemma", "image_token_index": seeing.IMAGE, "projection_dim": 32, **parts}
+    spec = tiny.filled(build(tiny.context(tmp_path), ModelSection(config=config)))
+    ids, real, inputs = seeing.rows("llava")
+    with pytest.raises(IncompatibleError, match="paligemma wants token_type_ids for rows with images"):
+        spec.hidden(seeing.batch(ids, real, inputs))
+    spec.hidden(seeing.batch(ids, real))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_blocks_and_parameters_come_in_execution_order(tmp_path, family):
     """First seen in a forward with images: embeddings, tower, what joins them, decoder, head."""
@@ -129,7 +143,7 @@ def test_blocks_and_parameters_come_in_execution_order(tmp_path, family):
         ran = [name for name in ran if "merger" not in name]
         hooked = [name for name in hooked if "merger" not in name]
     assert hooked == ran
-    tower = "encoder.layers" if family == "llava" else "blocks"
+    tower = "blocks" if family in AXES else "encoder.layers"
     assert [name.rpartition(".")[0] for name in spec.blocks] == [
         f"{spec.parts.tower}.{tower}",
         f"{spec.parts.tower}.{tower}",
@@ -139,7 +153,8 @@ def test_blocks_and_parameters_come_in_execution_order(tmp_path, family):
     indices = [p.block for p in spec.parameters if p.block is not None]
     assert indices == sorted(indices)
     assert set(indices) == {0, 1, 2, 3}
-    assert spec.head_parameters == ("lm_head.weight",)
+    tied = family == "gemma3"
+    assert spec.head_parameters == ("model.language_model.embed_tokens.weight" if tied else "lm_head.weight",)
     assert (spec.vocab_size, spec.max_positions) == (64, 64)
     assert "2 vision and 2 decoder blocks" in spec.start_report()[0]
 
@@ -156,7 +171,7 @@ def test_flops_count_the_language_model(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_frozen_tower_gets_no_gradient(tmp_path, family):
-    tower = "model.vision_tower.*" if family == "llava" else "model.visual.*"
+    tower = "model.visual.*" if family in AXES else "model.vision_tower.*"
     section = ModelSection(config=seeing.values(family), freeze=[tower])
     spec = tiny.filled(build(tiny.context(tmp_path), section))
     for parameter in spec.parameters:

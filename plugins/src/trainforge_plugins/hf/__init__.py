@@ -1,4 +1,4 @@
-"""The model plugin `hf`: a causal language model of transformers, or a module of the user's own.
+"""The model plugin `hf`: a language or image-text-to-text model of transformers, or a module of the user's own.
 
 The recipe's `model` section says which one: a folder or hub id (`hf`), a configuration with random weights
 (`config`), or a function of the user's (`factory`). This module is cheap to import; transformers is imported when

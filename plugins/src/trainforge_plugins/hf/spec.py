@@ -158,9 +158,7 @@ class HuggingFaceModel(ModelSpec):
                 an input.
         """
         base = self.module.get_submodule(self.base_name)
-        options: dict[str, Any] = {"use_cache": False, **self._further.checked(batch)}
-        if "position_ids" in self._further.accepted:
-            options["position_ids"] = self._further.positions(batch)
+        options: dict[str, Any] = {"use_cache": False, **self._further.options(batch)}
         if self.attention.own_masks:
             # Without a mask transformers would look for packed rows in the position ids, which asks the device.
             options["attention_mask"] = torch.ones_like(batch.input_ids)

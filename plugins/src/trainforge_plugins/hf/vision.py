@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "depth")
 
 
 class FurtherInputs:
-    """Hands a batch's further inputs to the base model, and the positions that follow from them.
+    """Hands a batch's further inputs to the base model, and what follows from them.
 
     Args:
         base: the model below the head.
@@ -112,19 +113,27 @@ class FurtherInputs:
         self._rope_index: Any = rope_index
         self._rope_options = set() if rope_index is None else set(inspect.signature(rope_index).parameters)
 
-    def checked(self, batch: Batch) -> dict[str, Tensor]:
-        """The batch's further inputs.
+    def options(self, batch: Batch) -> dict[str, Tensor]:
+        """Keywords of the base model's forward: further inputs, what tokens stand for, positions.
 
         Raises:
-            IncompatibleError: the model takes no input of that name.
+            IncompatibleError: inputs do not fit the model or the rows.
         """
+        found = self._checked(batch)
+        if found:
+            found |= {name: self._token_types(batch, name) for name in self._names_of_types()}
+        if "position_ids" in self.accepted:
+            found["position_ids"] = self.positions(batch)
+        return found
+
+    def _checked(self, batch: Batch) -> dict[str, Tensor]:
         for name in batch.inputs:
             if name not in self.accepted - _OURS - {"self", "kwargs"}:
                 raise IncompatibleError(
                     f"the data hands out the input {name}, which {self.config.model_type} does not take: use the "
                     "processor that belongs to the model, or another model"
                 )
-        return batch.inputs
+        return dict(batch.inputs)
 
     def positions(self, batch: Batch) -> Tensor:
         """Positions of the tokens: `[rows, tokens]`, or `[axes, rows, tokens]` when images have axes of their own.
@@ -136,10 +145,10 @@ class FurtherInputs:
         Raises:
             IncompatibleError: a row with images holds several documents, or inputs do not fit the rows.
         """
-        grids = {name: value for name, value in batch.inputs.items() if name.endswith("_grid_thw")}
+        grids = [name for name in batch.inputs if name.endswith("_grid_thw")]
         if self._rope_index is None or not grids:
             return batch.position_ids
-        ids, kinds = batch.input_ids.cpu(), self._token_types(batch).cpu()
+        ids, kinds = batch.input_ids.cpu(), self._token_types(batch, "mm_token_type_ids").cpu()
         documents = None if batch.document_ids is None else batch.document_ids.cpu()
         real = torch.ones_like(ids) if documents is None else (documents >= 0).long()
         sees = ((kinds != 0) & (real != 0)).any(1)
@@ -157,10 +166,14 @@ class FurtherInputs:
         positions[:, sees] = found
         return positions.to(batch.input_ids.device)
 
-    def _token_types(self, batch: Batch) -> Tensor:
+    def _names_of_types(self) -> list[str]:
+        return [name for name in sorted(self.accepted) if name.endswith("token_type_ids")]
+
+    def _token_types(self, batch: Batch, name: str) -> Tensor:
         """What each token stands for: 0 text, 1 image, 2 video; as transformers' processors say it."""
-        given = batch.inputs.get("mm_token_type_ids")
+        given = batch.inputs.get(name)
         if given is None:
+            self._refuse_other_types(name)
             image, video = (getattr(self.config, f"{kind}_token_id", None) for kind in ("image", "video"))
             types = torch.zeros_like(batch.input_ids)
             for number, token in ((1, image), (2, video)):
@@ -169,7 +182,20 @@ class FurtherInputs:
             return types
         if given.shape != batch.input_ids.shape:
             raise IncompatibleError(
-                f"the input mm_token_type_ids is {list(given.shape)}, but the rows are {list(batch.input_ids.shape)}: "
-                "give one number for each token, or leave it out"
+                f"the input {name} is {list(given.shape)}, but the rows are {list(batch.input_ids.shape)}: give one "
+                "number for each token, or leave it out"
             )
         return given
+
+    def _refuse_other_types(self, name: str) -> None:
+        """Numbers of another meaning do not follow from the ids: in PaliGemma they tell prompt from answer.
+
+        Where types mark the blocks of an image, in which tokens see each other (Gemma 3), the architecture has a
+        function of that name.
+        """
+        blocks = hasattr(sys.modules[type(self.base).__module__], "get_block_sequence_ids_for_mask")
+        if name != "mm_token_type_ids" and not blocks:
+            raise IncompatibleError(
+                f"{self.config.model_type} wants {name} for rows with images, which the data does not hand out: train "
+                "it on text alone, or choose another model"
+            )
