@@ -153,6 +153,7 @@ TESTED_ELSEWHERE = {
     "text.columns": "tests/text/test_formats.py::test_columns_and_tags_are_mapped_under_either_name",
     "text.tags": "tests/text/test_formats.py::test_columns_and_tags_are_mapped_under_either_name",
     "text.tokenizer": "tests/text/test_tokenizers.py::test_a_folder_gives_the_librarys_ids_and_an_end_token",
+    "text.image_dir": "tests/text/test_image_rows.py::test_images_of_another_folder",
     "text.template": "tests/text/test_packed_rows.py::test_a_resume_with_other_labels_or_rows_is_refused",
     "text.train_on": "tests/text/test_labels.py::test_the_last_turn_or_everything",
     "text.too_long": "tests/text/test_packed_rows.py::test_cut_rows_are_used_and_counted",

@@ -1,9 +1,10 @@
 """The token cache: a data set's tokens in one memory-mapped file, built once under a lock.
 
 A cache folder holds `index.json`, which names the data files that belong to it: all tokens one after the other; an
-int64 for each document: where it begins; and for conversations a byte for each token: whether it is to be learnt. Data
-files are written under other names, and the index is replaced last and in one go, so that a reader sees the old cache
-or the new one; files no index names are left from a build that was cut short and are removed by the next.
+int64 for each document: where it begins; for conversations a byte for each token: whether it is to be learnt; and the
+images of documents that have some (see `image_store`). Data files are written under other names, and the index is
+replaced last and in one go, so that a reader sees the old cache or the new one; files no index names are left from a
+build that was cut short and are removed by the next.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ import xxhash
 from trainforge.context import Console
 from trainforge.errors import DataError
 from trainforge.units import format_bytes, format_seconds
+from trainforge_plugins.text.image_store import NO_DOCUMENT, ImageIndex, ImageWriter, changed_image
 from trainforge_plugins.text.ledger import RowLedger
 from trainforge_plugins.text.pool import WorkerError, tokenise_all, worker_count
 from trainforge_plugins.text.rendering import Rendering
 from trainforge_plugins.text.sources import Source
-from trainforge_plugins.text.tokenise import Reading
+from trainforge_plugins.text.tokenise import Piece, Reading
 from trainforge_plugins.text.tokenizers import Tokenizer
 from trainforge_plugins.text.units import cut_units
 
-VERSION = 2
+VERSION = 3
 READS_UNTIL_RELEASE = 64
 LOCK_POLL_S = 0.1
 HEAD_START_S = 2.0
@@ -74,6 +76,7 @@ class TokenCache:
         top: the largest token id, and the row where it first stands.
         ledger: the row ledger of the build.
         conversations: whether the documents are conversations, with labels.
+        images: the images of the documents that have some.
     """
 
     def __init__(self, folder: Path, index: dict[str, Any]) -> None:
@@ -87,6 +90,7 @@ class TokenCache:
         self._tokens = np.frombuffer(self._maps[0], np.dtype(index["dtype"]))
         self._starts = np.frombuffer(self._maps[1], np.int64)
         self.conversations = self._labels is not None
+        self.images = ImageIndex(folder, index)
         self._reads = 0
 
     def read(self, begin: int, end: int) -> np.ndarray:
@@ -241,7 +245,7 @@ def _valid_index(folder: Path, request: CacheRequest) -> tuple[dict[str, Any] | 
             index["documents"] * 8,
             index["tokens"],
         )
-        sizes = dict(zip(index.get("files", ()), widths, strict=False))
+        sizes = dict(zip(index.get("files", ()), widths, strict=False)) | index.get("images", {})
     except (ValueError, KeyError, TypeError):
         return None, f"{path} cannot be read"
     reason = _difference(saved, request.identity())
@@ -249,6 +253,7 @@ def _valid_index(folder: Path, request: CacheRequest) -> tuple[dict[str, Any] | 
         file = folder / name
         if not reason and (not file.exists() or file.stat().st_size != size):
             reason = f"{file} is missing or cut short"
+    reason = reason or changed_image(folder, index)
     return (None, reason) if reason else (index, "")
 
 
@@ -291,12 +296,15 @@ def _build(
     paths = [folder / f"{kind}.partial" for kind in kinds]
     with ExitStack() as stack:
         files = [stack.enter_context(path.open("wb")) for path in paths]
-        writer = _Writer(files, request.tokenizer)
+        images = ImageWriter(folder)
+        stack.callback(images.close)
+        writer = _Writer(files, request.tokenizer, images)
         _tokenise(request, writer, ledger, console, progress)
         for file in files:
             progress(f"writing {file.name}")
             file.flush()
             os.fsync(file.fileno())
+        image_files = images.finish(folder, writer.digest())
     assert ledger.top is not None
     digest = writer.digest()
     names = [f"{kind}-{digest[:16]}.bin" for kind in kinds]
@@ -311,10 +319,11 @@ def _build(
         "top": ledger.top,
         "ledger": ledger.as_dict(),
         "files": names,
+        "images": image_files,
     }
     _replace_index(folder, index)
     for old in folder.glob("*.bin"):
-        if old.name not in names:
+        if old.name not in (*names, *image_files):
             old.unlink()  # a process that has it mapped keeps it until it ends
     return index
 
@@ -329,10 +338,10 @@ def _replace_index(folder: Path, index: dict[str, Any]) -> None:
 
 
 class _Writer:
-    """Appends tokens, document starts and perhaps labels to the data files."""
+    """Appends tokens, document starts and perhaps labels to the data files, and images to theirs."""
 
-    def __init__(self, files: Sequence[BinaryIO], tokenizer: Tokenizer) -> None:
-        self._files, self._dtype = files, tokenizer.dtype
+    def __init__(self, files: Sequence[BinaryIO], tokenizer: Tokenizer, images: ImageWriter) -> None:
+        self._files, self._dtype, self._images = files, tokenizer.dtype, images
         self._hashes = [xxhash.xxh3_128() for _ in files]
         self.tokens = self.documents = 0
 
@@ -347,9 +356,20 @@ class _Writer:
         self.tokens += len(tokens)
         self.documents += len(starts)
 
+    def write_images(self, piece: Piece) -> None:
+        """Note the images of a piece whose documents come next."""
+        for document, images in piece.images:
+            self._images.add(self.documents + document, images)
+        if piece.unused_images:
+            self._images.add(NO_DOCUMENT, piece.unused_images)
+
     def digest(self) -> str:
         """Hash of all that was written."""
-        parts = [*(hashed.digest() for hashed in self._hashes), self._dtype.str.encode()]
+        parts = [
+            *(hashed.digest() for hashed in self._hashes),
+            self._dtype.str.encode(),
+            self._images.digest(),
+        ]
         return str(xxhash.xxh3_128(b"".join(parts)).hexdigest())
 
 
@@ -381,6 +401,7 @@ def _tokenise(
                 piece.starts = np.zeros(1, np.int64)
                 open_document = True
             ledger.add(unit, piece)
+            writer.write_images(piece)
             writer.write(piece.tokens, piece.starts, piece.labels)
             if unit.last and open_document:
                 writer.write(end, np.empty(0, np.int64), None)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trainforge_plugins.text.conversation import BadRow, Conversation, LacksColumn, Message
+from trainforge_plugins.text.images import place_images, read_column
 from trainforge_plugins.text.turns import Tags, read_tools, read_turns
 from trainforge_plugins.text.values import as_list, text_of
 
@@ -25,7 +26,12 @@ COLUMNS: dict[ChatFormat, dict[str, tuple[str, ...]]] = {
 }
 """Where each format keeps what, in the order in which `auto` tries the formats."""
 
-COMMON: dict[str, tuple[str, ...]] = {"system": ("system",), "tools": ("tools",), "history": ("history",)}
+COMMON: dict[str, tuple[str, ...]] = {
+    "system": ("system",),
+    "tools": ("tools",),
+    "history": ("history",),
+    "images": ("images", "image"),
+}
 
 ALIASES = {
     "instruction": "prompt",
@@ -36,7 +42,7 @@ ALIASES = {
 }
 """Other names under which `text.columns` takes a column."""
 
-COLUMN_NAMES = ("prompt", "query", "response", "system", "history", "messages", "tools")
+COLUMN_NAMES = ("prompt", "query", "response", "system", "history", "messages", "tools", "images")
 TAG_NAMES = (
     "role_tag",
     "content_tag",
@@ -148,7 +154,10 @@ def to_conversation(row: Mapping[str, Any], rows: RowFormat) -> Conversation:
     if value not in (None, "") and messages and messages[0].role != "system":
         messages = [Message("system", text_of(value, column)), *messages]
     column, value = _find(row, rows.names(name, "tools"), required=False)
-    return _checked(messages, read_tools(value, column))
+    tools = read_tools(value, column)
+    column, value = _find(row, rows.names(name, "images"), required=False)
+    marked = column in row or bool(rows.columns.get("images"))
+    return _checked(place_images(messages, read_column(value, column), marked, column), tools)
 
 
 def _find(row: Mapping[str, Any], columns: tuple[str, ...], required: bool = True) -> tuple[str, Any]:
