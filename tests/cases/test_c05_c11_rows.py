@@ -3,10 +3,10 @@
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 from tests.run.runs import MODEL, Outcome, run, write_recipe
-from tests.run.test_ranks import command
 from tests.support.many_runs import Start, on_ranks
 
 from trainforge.errors import DataError
@@ -83,9 +83,18 @@ def test_the_same_rows_for_one_rank_and_for_two_whatever_the_locale(tmp_path, mi
     check_rows(one, tmp_path / "mixed.jsonl")
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     (tmp_path / "cache").rename(tmp_path / "cache of one rank")  # both tokenise
-    done = subprocess.run(
-        command(mixed, tmp_path / "two"), capture_output=True, env=environment, timeout=200, check=False
-    )
+    command = [
+        sys.executable,
+        "-m",
+        "trainforge.cli",
+        "run",
+        mixed,
+        "--run-dir",
+        tmp_path / "two",
+        "--nproc",
+        "2",
+    ]
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=200, check=False)
     assert done.returncode == 0, done.stderr.decode("utf-8", "replace")
     two = Outcome(0, tmp_path / "two")
     check_rows(two, tmp_path / "mixed.jsonl")
