@@ -43,8 +43,8 @@ class RunTokenizer:
         return [int(token) for token in self._tokenizer.encode(text.encode("utf-8", "replace"))]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
-        return self._tokenizer.decode(ids)
+        """The text of token ids that a model wrote, up to the end of the document."""
+        return self._tokenizer.continuation(ids)
 
     def save(self, out: Path) -> None:
         """Copy the tokenizer's files; the byte tokenizer is written as a tokenizer.json that does the same."""
