@@ -11,6 +11,9 @@ import pytest
 from tests.run.runs import MODEL, Outcome, run, write_recipe
 from tests.support.processes import forge_run, start_forge_run, steps_logged, wait_until
 
+from trainforge.checkpoints import list_checkpoints
+from trainforge_plugins.dcp import manifest
+
 pytestmark = pytest.mark.ranks
 
 
@@ -71,8 +74,13 @@ def test_a_dead_rank_ends_the_run_in_seconds_and_it_resumes(tmp_path):
     assert "rank" in err
     assert "Traceback" not in err + out
     assert not ranks_of(started.pid)
+    kept = list_checkpoints(tmp_path / "run/checkpoints")
+    assert not any(manifest.verify(info.path) for info in kept)
+    before = {entry["step"]: entry["loss"] for entry in Outcome(1, tmp_path / "run").metrics}
     resumed = two_ranks(recipe, tmp_path / "run", "--max-steps", "2")
-    assert resumed.summary["resumed_from"] >= 10
+    assert resumed.summary["resumed_from"] == kept[-1].step >= 10
+    again = {entry["step"]: entry["loss"] for entry in resumed.metrics}
+    assert all(before[step] == again[step] for step in before.keys() & again.keys())
 
 
 def test_sigterm_to_the_launcher_saves_and_ends_with_3(tmp_path):
