@@ -15,6 +15,7 @@ from typing import TextIO
 
 import numpy as np
 import pytest
+from tests.text.chats import subword_tokenizer
 from tests.text.helpers import context, text_data, write_jsonl
 
 from trainforge.context import SilentConsole
@@ -86,6 +87,18 @@ def test_a_rebuild_says_why(tmp_path: Path, builds: list[Path]):
     ]
     assert len(builds) == 7
     assert len(list(folder_of(tmp_path).glob("*.bin"))) == 2
+
+
+def test_another_tokenizer_is_said_and_has_a_cache_of_its_own(tmp_path: Path, builds: list[Path]):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
+    other = tmp_path / "tokenizer.json"
+    subword_tokenizer()._backend.save(str(other))
+    assert notes(tmp_path, path) == []
+    assert notes(tmp_path, path, tokenizer=str(other)) == [
+        "tokenising again: the tokenizer has changed (the cache of the other one is kept)"
+    ]
+    assert notes(tmp_path, path) == notes(tmp_path, path, tokenizer=str(other)) == []
+    assert len(builds) == 2
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "index"])
@@ -214,13 +227,13 @@ def test_who_tokenises_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.M
     path, shown = tmp_path / "a.txt", []
     path.write_text("some words\n" * 100)
     monkeypatch.setattr("trainforge_plugins.text.units.cut_units.__defaults__", (545,))
-    write = cache._Writer.write
+    write = cache.CacheWriter.write
 
-    def looking(self: cache._Writer, *arguments: object) -> None:
+    def looking(self: cache.CacheWriter, *arguments: object) -> None:
         shown.append((folder_of(tmp_path) / "lock").read_text())
         write(self, *arguments)
 
-    monkeypatch.setattr(cache._Writer, "write", looking)
+    monkeypatch.setattr(cache.CacheWriter, "write", looking)
     text_data(tmp_path, str(path))
     who = f"rank 0 (process {os.getpid()}), after"
     assert shown[:2] == [f"{who} starting", f"{who} {path} (bytes 0 to 550)"]
@@ -241,7 +254,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache._Writer, "write", full)
+    monkeypatch.setattr(cache.CacheWriter, "write", full)
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
     with pytest.raises(DataError, match=r"No space left on device: set text\.cache"):
         text_data(tmp_path, str(path))

@@ -23,7 +23,9 @@ from tests.text.vision_folders import (
 
 from trainforge.errors import ConfigError, DataError
 from trainforge.stages import IGNORED, Batch
+from trainforge_plugins.text.conversation import BadRow
 from trainforge_plugins.text.data import TextData
+from trainforge_plugins.text.labels import Rendered, Turn
 
 ASK = "What is in this picture?"
 PAD, VISION_START, VISION_END = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
@@ -238,6 +240,23 @@ def test_images_of_another_folder(shots: Path, qwen: Path):
 def test_image_dir_without_conversations_is_refused(tmp_path: Path, qwen: Path):
     with pytest.raises(ConfigError, match=r"text\.image_dir is for conversations"):
         image_data(tmp_path, qwen, [{"text": "no conversation"}], image_dir=str(tmp_path))
+
+
+def test_image_dir_without_any_image_is_refused(tmp_path: Path, qwen: Path):
+    with pytest.raises(ConfigError, match="but no row that can be used has an image"):
+        image_data(tmp_path, qwen, [row("Hi")], image_dir=str(tmp_path))
+
+
+def test_places_move_with_what_an_image_becomes():
+    text = "u:#a#b."
+    rendered = Rendered(text, ((0, (3, 4)), (0, (5, 6))), ((1, Turn(3, 6, 7)),))
+    whole, images = rendered.expanded("#", ["<1234>", ""])
+    assert whole.text == "u:<1234>ab."
+    assert images == [(2, 8), (9, 9)]
+    assert [whole.text[start:stop] for _, (start, stop) in whole.contents] == ["a", "b"]
+    assert whole.turns == ((1, Turn(8, 10, 11)),)
+    with pytest.raises(BadRow, match="2 # for 1 images"):
+        rendered.expanded("#", ["x"])
 
 
 def test_text_rows_share_rows_and_images_do_not(shots: Path, qwen: Path):

@@ -16,23 +16,23 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 import numpy as np
-import xxhash
 
 from trainforge.context import Console
 from trainforge.errors import DataError
 from trainforge.units import format_bytes, format_seconds
-from trainforge_plugins.text.image_store import NO_DOCUMENT, ImageIndex, ImageWriter, changed_image
+from trainforge_plugins.text.cache_writer import CacheWriter
+from trainforge_plugins.text.image_store import ImageIndex, ImageWriter, changed_image
 from trainforge_plugins.text.ledger import RowLedger
 from trainforge_plugins.text.pool import WorkerError, tokenise_all, worker_count
 from trainforge_plugins.text.rendering import Rendering
 from trainforge_plugins.text.sources import Source
-from trainforge_plugins.text.tokenise import Piece, Reading
+from trainforge_plugins.text.tokenise import Reading
 from trainforge_plugins.text.tokenizers import Tokenizer
 from trainforge_plugins.text.units import cut_units
 
@@ -236,7 +236,7 @@ def _valid_index(folder: Path, request: CacheRequest) -> tuple[dict[str, Any] | 
     """The index when it fits the request, else None and why not (nothing to say when there was no cache)."""
     path = folder / "index.json"
     if not path.exists():
-        return None, ""
+        return None, _other_tokenizer(folder, request)
     try:
         index = json.loads(path.read_text("utf-8"))
         saved = index["identity"]
@@ -255,6 +255,17 @@ def _valid_index(folder: Path, request: CacheRequest) -> tuple[dict[str, Any] | 
             reason = f"{file} is missing or cut short"
     reason = reason or changed_image(folder, index)
     return (None, reason) if reason else (index, "")
+
+
+def _other_tokenizer(folder: Path, request: CacheRequest) -> str:
+    """Says when the same files have a cache of another tokenizer; each has its own, so that one may go back."""
+    for path in folder.parent.glob("*/index.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            old = json.loads(path.read_text("utf-8"))["identity"]
+            same = list(old["files"]) == [str(source.path) for source in request.sources]
+            if same and old["tokenizer"] != request.tokenizer.fingerprint:
+                return "the tokenizer has changed (the cache of the other one is kept)"
+    return ""
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -298,7 +309,7 @@ def _build(
         files = [stack.enter_context(path.open("wb")) for path in paths]
         images = ImageWriter(folder)
         stack.callback(images.close)
-        writer = _Writer(files, request.tokenizer, images)
+        writer = CacheWriter(files, request.tokenizer, images)
         _tokenise(request, writer, ledger, console, progress)
         for file in files:
             progress(f"writing {file.name}")
@@ -337,45 +348,9 @@ def _replace_index(folder: Path, index: dict[str, Any]) -> None:
     aside.replace(folder / "index.json")
 
 
-class _Writer:
-    """Appends tokens, document starts and perhaps labels to the data files, and images to theirs."""
-
-    def __init__(self, files: Sequence[BinaryIO], tokenizer: Tokenizer, images: ImageWriter) -> None:
-        self._files, self._dtype, self._images = files, tokenizer.dtype, images
-        self._hashes = [xxhash.xxh3_128() for _ in files]
-        self.tokens = self.documents = 0
-
-    def write(self, tokens: np.ndarray, starts: np.ndarray, labels: np.ndarray | None) -> None:
-        """Append tokens; `starts` are relative to the first of them; `labels` for conversations."""
-        starts = (starts + self.tokens).astype(np.int64)
-        tokens = tokens.astype(self._dtype, copy=False)
-        parts = (tokens, starts) if labels is None else (tokens, starts, labels)
-        for file, hashed, values in zip(self._files, self._hashes, parts, strict=True):
-            file.write(values.data)
-            hashed.update(values.data)
-        self.tokens += len(tokens)
-        self.documents += len(starts)
-
-    def write_images(self, piece: Piece) -> None:
-        """Note the images of a piece whose documents come next."""
-        for document, images in piece.images:
-            self._images.add(self.documents + document, images)
-        if piece.unused_images:
-            self._images.add(NO_DOCUMENT, piece.unused_images)
-
-    def digest(self) -> str:
-        """Hash of all that was written."""
-        parts = [
-            *(hashed.digest() for hashed in self._hashes),
-            self._dtype.str.encode(),
-            self._images.digest(),
-        ]
-        return str(xxhash.xxh3_128(b"".join(parts)).hexdigest())
-
-
 def _tokenise(
     request: CacheRequest,
-    writer: _Writer,
+    writer: CacheWriter,
     ledger: RowLedger,
     console: Console,
     progress: Callable[[str], None],

@@ -54,6 +54,11 @@ def build_data(ctx: Context, config: TextSection) -> TextData:
     tokenizer = load_tokenizer(ctx, config.tokenizer)
     _check_end_token(tokenizer, ctx.model.vocab_size)
     cache = _open(ctx, config, tokenizer, places(config), sources)
+    if config.image_dir is not None and not len(cache.images.documents):
+        raise ConfigError(
+            f"text.image_dir is {config.image_dir}, but no row that can be used has an image: correct it (forge data "
+            "inspect lists rows that cannot be used), or leave it out"
+        )
     validation = config.validation
     separate = None
     if isinstance(validation, str | tuple):
