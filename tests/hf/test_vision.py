@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from tests.hf import seeing, tiny
@@ -10,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from trainforge.errors import ConfigError, IncompatibleError
+from trainforge.testing import ModelConformance
 from trainforge_plugins.hf import LoraSection, ModelSection, build, vision
 
 FAMILIES = [*seeing.FAMILIES]
@@ -250,3 +253,10 @@ def test_keys_of_the_parts_are_checked_and_kept(tmp_path):
     wrong = {**values, "text_config": {**values["text_config"], "hiden_size": 8}}
     with pytest.raises(ConfigError, match="text_config has no key 'hiden_size'; did you mean hidden_size"):
         build(tiny.context(tmp_path), ModelSection(config=wrong))
+
+
+class TestConformance(ModelConformance):
+    """The kit's rules for the model stage hold for a model with a vision tower too."""
+
+    plugin = "hf"
+    model: ClassVar = {"config": seeing.values("qwen3_vl_moe")}
