@@ -162,7 +162,9 @@ def train_tokenizer(texts: list[str]) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    words = Regex(r" ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\n+|\s")  # each digit is a token, so that sums can be learnt
+    words = Regex(
+        r" ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\n+|\s"
+    )  # each digit is a token, so that sums can be learnt
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(words, "isolated"),
@@ -184,7 +186,9 @@ def main() -> None:
     """Write the three files."""
     draw = random.Random(1)
     rows = distinct(900, draw)
-    write(HERE / "alpaca.jsonl", [dict(zip(("instruction", "input", "output"), p, strict=True)) for p in rows])
+    write(
+        HERE / "alpaca.jsonl", [dict(zip(("instruction", "input", "output"), p, strict=True)) for p in rows]
+    )
     tasks = distinct(900, draw)
     roles = ["### User:\n", "### Assistant:\n", "system\n", "user\n", "assistant\n", "\n\n"] * 100
     train_tokenizer([*roles, *(text for task in [*rows, *tasks] for text in task)])

@@ -38,6 +38,8 @@ from trainforge_plugins.text.units import cut_units
 
 VERSION = 3
 READS_UNTIL_RELEASE = 64
+COUNTED_AT_ONCE = 1 << 24
+"""Labels that are looked at before their memory is given back: those of a large data set need not fit."""
 LOCK_POLL_S = 0.1
 HEAD_START_S = 2.0
 
@@ -92,15 +94,13 @@ class TokenCache:
         self.conversations = self._labels is not None
         self.images = ImageIndex(folder, index)
         self._reads = 0
+        self._supervised: int | None = None
 
     def read(self, begin: int, end: int) -> np.ndarray:
         """The tokens from `begin` up to `end`, int64, copied. Reads past the last token give fewer."""
         self._reads += 1
         if self._reads % READS_UNTIL_RELEASE == 0:
-            for (
-                mapped
-            ) in self._maps:  # pages stay in the system's cache, but no longer count as this process's
-                mapped.madvise(mmap.MADV_DONTNEED)
+            self._release()
         return self._tokens[begin:end].astype(np.int64)
 
     def supervised(self, begin: int, end: int) -> np.ndarray:
@@ -113,7 +113,20 @@ class TokenCache:
         """How many tokens are to be learnt, but for the first of each document."""
         if self._labels is None:
             return self.tokens - self.documents
-        return int(np.count_nonzero(self._labels)) - int(np.count_nonzero(self._labels[self._starts]))
+        if self._supervised is None:
+            self._supervised = 0
+            for begin in range(0, self.tokens, COUNTED_AT_ONCE):
+                labels = self._labels[begin : begin + COUNTED_AT_ONCE]
+                low, high = np.searchsorted(self._starts, [begin, begin + COUNTED_AT_ONCE])
+                firsts = labels[self._starts[low:high] - begin]
+                self._supervised += int(np.count_nonzero(labels)) - int(np.count_nonzero(firsts))
+                self._release()
+        return self._supervised
+
+    def _release(self) -> None:
+        """Let go of the pages that were read: they stay in the system's cache, but count no longer as ours."""
+        for mapped in self._maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
     def bounds(self) -> np.ndarray:
         """Where each document begins, and where the last ends: int64 `[documents + 1]`."""
