@@ -21,20 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.run.runs import write_recipe
+
 from benchmarks.common import show
 
-MODEL = {
-    "model_type": "qwen2",
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "attention_dropout": 0.1,
-    "tie_word_embeddings": True,
-}
 LOADED = (
     "torch",
     "transformers.models.qwen2.modeling_qwen2",
@@ -68,7 +58,8 @@ def crash(folder: Path, kills: int, chance: random.Random) -> dict[str, int]:
         kills; losses (kills after which a checkpoint was damaged or gone); resumes (starts that went on from a
         checkpoint); unfinished (kills that left a save half written); steps taken; differences (in losses and weights).
     """
-    recipe, run_dir = _write_recipe(folder), folder / "killed"
+    train = {"steps": 100_000, "schedule": "constant", "keep": 2}
+    recipe, run_dir = write_recipe(folder, rows=200, train=train), folder / "killed"
     counts = {"kills": kills, "losses": 0, "resumes": 0, "unfinished": 0}
     for _ in range(kills):
         counts["resumes"] += _newest(run_dir) is not None
@@ -152,24 +143,6 @@ def _differences(killed: dict[str, Any], whole: dict[str, Any], missing: int) ->
     absent = whole.keys() - killed.keys()
     unequal = sum(killed[name] != whole.get(name) for name in killed)
     return unequal + max(0, len(absent) - missing)
-
-
-def _write_recipe(folder: Path) -> Path:
-    (folder / "text.txt").write_text(" ".join(f"{i}: the whale number {i * i} swam by." for i in range(400)))
-    recipe = {
-        "run": {"name": "crash", "device": "cpu", "threads": 1},
-        "model": {"config": MODEL},
-        "train": {"steps": 100_000, "global_batch": 2, "lr": 0.01, "log_every": 1, "keep": 2},
-        "text": {
-            "path": str(folder / "text.txt"),
-            "max_len": 32,
-            "validation": 0,
-            "cache": str(folder / "cache"),
-        },
-    }
-    path = folder / "recipe.yaml"
-    path.write_text(json.dumps(recipe))  # JSON is YAML
-    return path
 
 
 def _import_all() -> None:

@@ -143,6 +143,9 @@ TESTED_ELSEWHERE = {
     "run.devices": "tests/ranks/test_environment.py::test_devices_that_cannot_be",
     "model.hf": "tests/hf/test_weights.py::test_a_saved_folder_reads_as_from_pretrained",
     "model.factory": "tests/hf/test_factory.py::test_a_module_becomes_a_spec",
+    "model.init_from": "tests/hf/test_init_from.py::"
+    "test_only_weights_are_taken_over_and_the_step_is_written_down",
+    "model.trust_remote_code": "tests/hf/test_own_code.py::test_it_trains_and_its_export_has_the_code",
     "model.experts": "tests/cases/test_c04_every_key_has_an_effect.py::test_experts_are_computed_as_said",
     "text.sources": "tests/text/test_sources_weights.py::test_whole_weights_repeat_all_rows",
     "text.dataset": "tests/text/test_registry.py::test_one_several_and_names_with_commas",
@@ -150,6 +153,7 @@ TESTED_ELSEWHERE = {
     "text.columns": "tests/text/test_formats.py::test_columns_and_tags_are_mapped_under_either_name",
     "text.tags": "tests/text/test_formats.py::test_columns_and_tags_are_mapped_under_either_name",
     "text.tokenizer": "tests/text/test_tokenizers.py::test_a_folder_gives_the_librarys_ids_and_an_end_token",
+    "text.image_dir": "tests/text/test_image_rows.py::test_images_of_another_folder",
     "text.template": "tests/text/test_packed_rows.py::test_a_resume_with_other_labels_or_rows_is_refused",
     "text.train_on": "tests/text/test_labels.py::test_the_last_turn_or_everything",
     "text.too_long": "tests/text/test_packed_rows.py::test_cut_rows_are_used_and_counted",

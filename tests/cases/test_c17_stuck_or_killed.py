@@ -15,9 +15,12 @@ from tests.support.processes import below, gone, shared_memory, wait_until, work
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def start(recipe, run_dir, nproc):
+def start(recipe, run_dir, nproc, *options):
     return subprocess.Popen(
-        command(recipe, run_dir, nproc=nproc), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(recipe, run_dir, *options, nproc=nproc),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -53,6 +56,46 @@ def test_a_tokenising_worker(tmp_path, number, says, within, nproc):
     assert shared_memory() <= before
 
 
+HANGING = """
+import time
+from dataclasses import replace
+
+from trainforge.hookspecs import hookimpl
+
+
+@hookimpl(wrapper=True)
+def forge_data():
+    provider = yield
+
+    def build(ctx, config):
+        if ctx.rank == 1:
+            (ctx.run_dir.parent / "hangs").touch()
+            time.sleep(1000)
+        return provider.build(ctx, config)
+
+    return replace(provider, build=build)
+"""
+
+
+def test_a_rank_that_hangs_while_its_data_are_built(tmp_path):
+    recipe = two_rank_recipe(tmp_path)
+    recipe.write_text(recipe.read_text() + "ddp: {timeout: 3s}\n")
+    (tmp_path / "hanging.py").write_text(HANGING)
+    before = shared_memory()
+    process = start(recipe, tmp_path / "run", 2, "--plugins", str(tmp_path / "hanging.py"))
+    wait_until((tmp_path / "hangs").exists, process)
+    began, family = time.monotonic(), below(process.pid)
+    out, err = process.communicate(timeout=90)
+    assert time.monotonic() - began < 45
+    assert process.returncode == 1, out + err
+    assert "rank 1 did not reach step 1" in err
+    assert "rank 1 was last seen starting (stage data)" in err
+    assert err.splitlines()[-1] == "Nothing was saved: the next start begins at step 1."
+    assert "Traceback" not in out + err
+    assert gone(family)
+    assert shared_memory() <= before
+
+
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_a_rank(tmp_path, stuck):
     recipe = two_rank_recipe(tmp_path, steps=100_000)
@@ -70,6 +113,7 @@ def test_a_rank(tmp_path, stuck):
     assert re.search(rf"rank {stuck} (did not reach step|ended or hangs while rank {1 - stuck} was)", err), (
         err
     )
+    assert re.search(rf"rank {stuck} was last seen .* of step \d+ \(stage \w+\)", err), err
     assert "killed" not in err  # it was in the end, but only for being stuck
     assert "Traceback" not in out + err
     assert gone(family)

@@ -36,6 +36,7 @@ def test_two_ranks_are_the_single_big_batch_with_one_reduction_per_bucket(tmp_pa
     reference = plain_loop("uneven")
     assert run.losses == pytest.approx(reference.losses, rel=1e-6)
     assert_weights(run, reference)
+    empty_steps_change_nothing(run)
     elements = sum(tensor.numel() for tensor in weights(run, 1).values())
     for rank in (0, 1):
         lines = (run.path / f"reductions-{rank}.jsonl").read_text().splitlines()
@@ -48,13 +49,17 @@ def test_two_ranks_are_the_single_big_batch_with_one_reduction_per_bucket(tmp_pa
             )  # each gradient once, and what aligns it
 
 
-def test_a_step_without_a_supervised_token_changes_no_bit_and_shows_no_loss(tmp_path):
-    """C07 at the level of the step: steps 2 and 5 have no supervised token on any rank."""
-    run = toy_run(tmp_path / "run", rows="uneven")
+def empty_steps_change_nothing(run):
     for step in (2, 5):
         before, after = weights(run, step - 1), weights(run, step)
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert "loss" not in run.metrics[step - 1]
     assert run.summary["empty_steps"] == 2
+
+
+def test_a_step_without_a_supervised_token_changes_no_bit_and_shows_no_loss(tmp_path):
+    """C07 at the level of the step: steps 2 and 5 have no supervised token on any rank."""
+    run = toy_run(tmp_path / "run", rows="uneven")
+    empty_steps_change_nothing(run)
     # moments and counts of steps too: what follows is what it would have been without the empty steps
     assert_weights(run, plain_loop("uneven"))

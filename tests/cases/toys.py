@@ -43,7 +43,9 @@ class ModelSection(Section):
     )
     dropout: float = Field(0.0, description="dropout in the block")
     spoil: tuple[str, ...] = Field(
-        (), description="for each step what the gradient of the second micro-batch (for zero: of all) becomes"
+        (),
+        description="for each step what the gradient of the second micro-batch becomes (zero: those of all that reach "
+        "the hidden states; none: those of all)",
     )
 
 
@@ -136,11 +138,17 @@ class Drawing(ToyModel):
             return hidden, aux
         step = batch.sample_ids[0] // 100
         append(self.ctx, "draws", {"who": "model", "step": step, "index": batch.index, "drawn": draw()})
-        how = self.spoil[step - 1] if step <= len(self.spoil) else ""
-        if how == "zero" or (how and batch.index == 1):
-            factor = {"nan": float("nan"), "inf": float("inf"), "zero": 0.0}[how]
+        self.how = how = self.spoil[step - 1] if step <= len(self.spoil) else ""
+        if how in ("zero", "none") or (how and batch.index == 1):
+            factor = {"nan": float("nan"), "inf": float("inf")}.get(how, 0.0)
             hidden.register_hook(lambda gradient: gradient * factor)
         return hidden, aux
+
+    def head(self, hidden: Tensor) -> Tensor:
+        logits = super().head(hidden)
+        if self.module.training and self.how == "none":
+            logits.register_hook(torch.zeros_like)
+        return logits
 
 
 class Weights:

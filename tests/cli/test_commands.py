@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 
 import trainforge
@@ -177,10 +178,10 @@ def test_plugins_names_what_is_unavailable(tmp_path: Path, monkeypatch: pytest.M
     assert "unavailable:" in result.stdout
 
 
-def checkpoint(run: Path, step: int) -> None:
+def checkpoint(run: Path, step: int, **about: Any) -> None:
     folder = run / "checkpoints" / f"step-{step:08d}"
     folder.mkdir(parents=True)
-    about = {"step": step, "writer": "keeper", "format": 1, "saved_at": 1e9}
+    about |= {"step": step, "writer": "keeper", "format": 1, "saved_at": 1e9}
     (folder / "checkpoint.json").write_text(json.dumps(about))
 
 
@@ -216,6 +217,36 @@ def test_checkpoints_are_listed_verified_and_pruned(kept: Path):
         "step-00000002",
         "step-00000030",
     ]
+
+
+def test_pruning_keeps_what_the_recipe_of_the_run_keeps(kept: Path):
+    for step, loss in ((10, 3.0), (11, 1.0), (12, 2.0), (20, 4.0)):
+        checkpoint(kept, step, metrics={"eval_loss": loss})
+    train = {"steps": 40, "save_every": 1, "eval_every": 1, "keep": 1, "keep_every": 10, "best": "eval_loss"}
+    (kept / "recipe.yaml").write_text(yaml.safe_dump({"train": train}))
+    rules = {10: "train.keep_every", 11: "train.best", 20: "train.keep_every", 30: "train.keep_every"}
+    stays = [f"kept step {step} ({rule})" for step, rule in rules.items()]
+
+    def there() -> list[int]:
+        return sorted(int(path.name[5:]) for path in (kept / "checkpoints").iterdir())
+
+    shown = forge("checkpoints", str(kept), "prune", "--dry-run").stdout.splitlines()
+    assert [line.split(" (")[0] for line in shown[:3]] == [f"would delete step {step}" for step in (1, 2, 12)]
+    assert shown[3:] == stays
+    assert there() == [1, 2, 10, 11, 12, 20, 30]
+    done = forge("checkpoints", str(kept), "prune").stdout.splitlines()
+    assert [line.split(" (")[0] for line in done[:3]] == [f"deleted step {step}" for step in (1, 2, 12)]
+    assert done[3:] == stays
+    assert there() == [10, 11, 20, 30]
+
+
+def test_pruning_deletes_nothing_by_a_recipe_that_cannot_be_read(kept: Path):
+    for text, says in (("train: [", "not YAML"), ("train: {steps: 5, keep_every: soon}", "train.keep_every")):
+        (kept / "recipe.yaml").write_text(text)
+        refused = forge("checkpoints", str(kept), "prune")
+        assert refused.exit_code == 2
+        assert says in refused.stderr
+    assert len(list((kept / "checkpoints").iterdir())) == 3
 
 
 def test_a_damaged_checkpoint_is_told_and_keeps_the_older_ones(kept: Path):

@@ -87,6 +87,15 @@ def test_export_says_what_it_wrote(run_dir: Path):
     assert sorted(path.name for path in Path().iterdir()) == ["out", "out.old-1"]
 
 
+def test_adapters_alone_of_a_run_without_any_are_refused(run_dir: Path):
+    result = forge("export", run_dir, "out", "--lora", "adapter")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: this run's model has no adapters to be exported alone: leave out --lora adapter\n"
+    )
+    assert not Path("out").exists()
+
+
 @pytest.mark.parametrize("command", [("export", "OUT"), ("sample", "whale")])
 def test_wrong_runs_and_steps_are_one_sentence(command: tuple[str, str], run_dir: Path, tmp_path: Path):
     name, last = command

@@ -1,7 +1,8 @@
-"""Verifying and resuming load no pickle: an interpreter whose audit hook refuses to find a class does both."""
+"""Verifying, resuming, exporting and sampling load no pickle: an audit hook refuses to find a class meanwhile."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,9 +18,13 @@ import pickle, sys, _pickle
 from pathlib import Path
 import torch, transformers
 import trainforge, trainforge_plugins.dcp.checkpoint, trainforge_plugins.hf.spec, trainforge_plugins.text.data
+import trainforge_plugins.hf.export
 from trainforge.checkpoints import list_checkpoints, verify_checkpoint
+from trainforge.context import SilentConsole
+from trainforge.exporting import export_run
+from trainforge.sampling import sample_run
 
-recipe, run_dir = map(Path, sys.argv[1:3])
+recipe, run_dir, out = map(Path, sys.argv[1:4])
 found, tried = [], []
 
 def hook(event, arguments):
@@ -42,6 +47,9 @@ for module, names in ((pickle, ("load", "loads", "Unpickler")), (_pickle, ("load
 (info,) = list_checkpoints(run_dir / "checkpoints")
 assert verify_checkpoint(info) == []
 assert trainforge.run(recipe, run_dir=run_dir) == 0
+digest = export_run(run_dir, out, SilentConsole())
+drawn = sample_run(run_dir, "the whale", SilentConsole(), tokens=3)
+print(f"exported {digest}, drew {drawn.tokens} tokens of step {drawn.step}")
 assert found == tried == [], (found, tried)
 
 # the hook does watch: an unpickler that was kept aside is noticed
@@ -53,11 +61,11 @@ except RuntimeError as error:
 
 
 @pytest.mark.slow
-def test_resume_and_verify_read_no_pickle(tmp_path: Path):
+def test_resume_verify_export_and_sample_read_no_pickle(tmp_path: Path):
     recipe = write_recipe(tmp_path, train={"steps": 4})
     run(recipe, tmp_path / "run", max_steps=2)
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, recipe, tmp_path / "run"],
+        [sys.executable, "-c", PROGRAM, recipe, tmp_path / "run", tmp_path / "out"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -66,5 +74,8 @@ def test_resume_and_verify_read_no_pickle(tmp_path: Path):
     )
     assert result.returncode == 0, result.stderr
     assert "resumed from step 2" in result.stdout
+    digest = json.loads((tmp_path / "run/summary.json").read_text())["weights_digest"]
+    assert f"exported {digest}, drew 3 tokens of step 4" in result.stdout
+    assert (tmp_path / "out/model.safetensors").is_file()
     assert result.stdout.endswith("noticed\n")
     assert not result.stdout.endswith("not noticed\n")

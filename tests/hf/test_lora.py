@@ -15,7 +15,9 @@ from tests.run.test_equivalence import weights_of
 from tests.support.plain_loop import initial_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainforge.errors import ConfigError
+from trainforge.context import SilentConsole
+from trainforge.errors import ConfigError, UserError
+from trainforge.exporting import export_run
 from trainforge_plugins.hf import ModelSection, build
 from trainforge_plugins.hf.lora import base_name, is_adapter
 from trainforge_plugins.text.data import TextData
@@ -233,3 +235,88 @@ def test_a_module_of_ones_own_takes_adapters(tmp_path, monkeypatch):
     trained = [parameter for parameter in spec.parameters if parameter.trainable]
     assert [parameter.block for parameter in trained] == [0, 0, 1, 1, 2, 2]
     assert spec.start_report()[1].startswith("lora: rank 8 on 3 layers (up)")
+
+
+# ------------------------------------------------------------------------------------------- adapters exported alone
+
+
+def trained_on_a_folder(folder, family, targets):
+    """A run on a model folder with adapters that say something: the run folder and the model's folder."""
+    tiny.transformers_model(family, vocab_size=264).save_pretrained(folder / "base")
+    model = {"hf": str(folder / "base"), "config": None, "lora": LORA | {"targets": targets, "rslora": True}}
+    recipe = write_recipe(
+        folder, model=model, train=TRAIN | {"steps": 2, "lr": 0.1}, text={"tokenizer": "bytes"}
+    )
+    return run(recipe, folder / "run").folder, folder / "base"
+
+
+def logits_of(model):
+    ids = torch.randint(0, 250, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "written"),
+    [
+        ("llama", ["q_proj", "down_proj", "lm_head"], ["down_proj", "lm_head", "q_proj"]),
+        ("gpt2", ["*.0.*c_proj"], ["transformer.h.0.attn.c_proj", "transformer.h.0.mlp.c_proj"]),
+    ],
+)
+def test_peft_reads_adapters_that_were_exported_alone(tmp_path, family, targets, written):
+    run_dir, base = trained_on_a_folder(tmp_path, family, targets)
+    for lora in ("merged", "adapter"):
+        export_run(run_dir, tmp_path / lora, SilentConsole(), dtype="fp32", lora=lora)
+    assert not (tmp_path / "adapter/config.json").exists()
+    beside = peft.PeftModel.from_pretrained(loaded(base), tmp_path / "adapter")
+    merged = logits_of(loaded(tmp_path / "merged"))
+    torch.testing.assert_close(logits_of(beside), merged, rtol=1e-4, atol=1e-5)
+    assert (merged - logits_of(loaded(base))).abs().max() > 1e-2
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    assert config["target_modules"] == written
+    # peft itself names and lays out the same tensors
+    beside.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    ours, theirs = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "theirs")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    # and transformers finds the base by what is written
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", attn_implementation="eager")
+    torch.testing.assert_close(logits_of(found), merged, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_alone_are_rounded_named_and_few(tmp_path):
+    run_dir, base = trained_on_a_folder(tmp_path, "llama", ["q_proj"])
+    notes = []
+    console = SilentConsole()
+    console.note = notes.append
+    digest = export_run(run_dir, tmp_path / "out", console, lora="adapter")
+    assert digest == json.loads((run_dir / "summary.json").read_text())["weights_digest"]
+    final, stored = weights_of(run_dir), load_file(tmp_path / "out/adapter_model.safetensors")
+    for name, value in final.items():
+        half = stored[f"base_model.model.{name.replace('.default.', '.')}"]
+        assert half.dtype == torch.bfloat16
+        assert (half.float() - value).abs().max() <= value.abs().max() / 256
+    assert len(stored) == len(final)
+    assert notes[-1] == f"these are the adapters alone: they belong to {base}"
+    assert f"adapters alone, to be loaded beside {base}" in (tmp_path / "out/README.md").read_text()
+    assert (tmp_path / "out/tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("lora", "says"),
+    [(None, "no adapters to be exported alone"), (LORA, "belong to weights that no model folder holds")],
+    ids=["none", "random"],
+)
+def test_adapters_that_cannot_be_exported_alone(tmp_path, lora, says):
+    run_dir = run(recipe_in(tmp_path, lora, steps=1), tmp_path / "run").folder
+    with pytest.raises(UserError, match=says) as error:
+        export_run(run_dir, tmp_path / "out", SilentConsole(), lora="adapter")
+    assert "leave out --lora adapter" in str(error.value)
+    assert not list(tmp_path.glob("*out*"))

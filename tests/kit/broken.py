@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 from dataclasses import replace
@@ -14,7 +15,7 @@ from trainforge.hookspecs import hookimpl
 from trainforge.provider import Provider, Section, Traits
 from trainforge.stages import Comm, Extent, PartState, StateSpec
 from trainforge.testing.checkpoint import ReferenceCheckpoint
-from trainforge.testing.data import SyntheticData
+from trainforge.testing.data import LetterTokenizer, SyntheticData
 from trainforge.testing.memory import ReferenceMemory
 from trainforge.testing.model import TinyModel
 from trainforge.testing.optimizer import ReferenceOptimizer
@@ -22,6 +23,15 @@ from trainforge.testing.reference import ReferenceSection, TinyModelSection
 
 CASES: list[tuple[str, str, str, str]] = []
 """(stage, name of the plugin in this module, rule that must reject it, part of the message)."""
+
+FACTS: dict[str, dict[str, Any]] = {
+    "model": {
+        "model": {"tied": True},
+        "reread": lambda self, out: {"tied": True, "folder": str(out)},
+    },
+    "data": {"reread_tokenizer": lambda self, out: {"letters": str(out / "letters.txt")}},
+}
+"""What the class of rules is told about the plugins of a stage."""
 
 
 class Plugin:
@@ -43,7 +53,11 @@ class Plugin:
     def provider(self) -> Provider:
         config = {"model": TinyModelSection, "data": ReferenceSection}.get(self.stage, Section)
         traits = Traits(max_world=1, shards_state=getattr(self.kind, "shards", False))
-        return Provider(build=self.build, config=config, traits=traits)
+        tokenizer = self.tokenizer if self.stage == "data" else None
+        return Provider(build=self.build, config=config, traits=traits, tokenizer=tokenizer)
+
+    def tokenizer(self, ctx: Any, config: Any) -> Any:
+        return getattr(self.kind, "tokenizer", lambda ctx, config: LetterTokenizer(config))(ctx, config)
 
 
 def breaks(stage: str, rule: str, message: str) -> Any:
@@ -424,6 +438,67 @@ class StopsIteration(SyntheticData):
         return list(batches())
 
 
+@breaks("data", "test_the_tokenizer_is_built_alone", "before it was built")
+class TokenizerOfTheData(SyntheticData):
+    @staticmethod
+    def tokenizer(ctx, config):
+        return ctx.data.tokenizer
+
+
+class ForgetsSpaces(LetterTokenizer):
+    def encode(self, text):
+        return super().encode(text.replace(" ", ""))
+
+
+@breaks("data", "test_the_tokenizer_gives_text_back", "is 'thewhaleswamby'")
+class TextWithoutSpaces(SyntheticData):
+    @staticmethod
+    def tokenizer(ctx, config):
+        return ForgetsSpaces(config)
+
+
+class NumpyIds(LetterTokenizer):
+    def encode(self, text):
+        return list(torch.tensor(super().encode(text)).numpy())
+
+
+@breaks("data", "test_the_tokenizer_gives_text_back", "among its ids, not an int")
+class IdsOfNumpy(SyntheticData):
+    @staticmethod
+    def tokenizer(ctx, config):
+        return NumpyIds(config)
+
+
+@breaks("data", "test_the_tokenizer_is_that_of_the_data", "the data stage as")
+class AddsAnEndToken(SyntheticData):
+    def encode(self, text):
+        return [*LetterTokenizer(self._config).encode(text), 0]
+
+
+class SavesNothing(LetterTokenizer):
+    def save(self, out):
+        pass
+
+
+@breaks("data", "test_the_tokenizer_saves_its_files", "wrote no file")
+class NothingSaved(SyntheticData):
+    @staticmethod
+    def tokenizer(ctx, config):
+        return SavesNothing(config)
+
+
+class SavesOtherLetters(LetterTokenizer):
+    def save(self, out):
+        (out / "letters.txt").write_text(self.letters[::-1])
+
+
+@breaks("data", "test_the_tokenizer_saves_its_files", "read again")
+class OthersSaved(SyntheticData):
+    @staticmethod
+    def tokenizer(ctx, config):
+        return SavesOtherLetters(config)
+
+
 # ---------------------------------------------------------------------------------------------------------- comm
 
 
@@ -714,3 +789,65 @@ OBSERVERS = (
 for kind, rule, message in OBSERVERS:
     CASES.append(("observer", f"{kind.__name__}Observer", rule, message))
     globals()[f"{kind.__name__}Observer"] = ObserverPlugin("observer", kind)
+
+
+@breaks("model", "test_an_export_reads_back", "read again is not what")
+class ExportsInitialWeights(TinyModel):
+    def export(self, out, weights, dtype):
+        def initial(name):
+            value = weights(name)
+            self.load(name, value.view(-1), next(s.extent for s in self.parameters if s.name == name))
+            return value
+
+        super().export(out, initial, dtype)
+
+
+@breaks("model", "test_an_export_reads_back", "exported in bf16")
+class CutsOffTheLowBits(TinyModel):
+    def export(self, out, weights, dtype):
+        def cut(name):
+            return (weights(name).view(torch.int32) & -65536).view(torch.float32)
+
+        super().export(out, cut if dtype == "bf16" else weights, dtype)
+
+
+@breaks("model", "test_an_export_asks_for_few_weights_at_a_time", "held")
+class HoldsTheWholeModel(TinyModel):
+    def export(self, out, weights, dtype):
+        state = {spec.name: weights(spec.name) for spec in self.parameters}
+        super().export(out, lambda name: state[name], dtype)
+
+
+@breaks("model", "test_an_export_asks_for_few_weights_at_a_time", "never asked for")
+class LeavesOutTheNorm(TinyModel):
+    def export(self, out, weights, dtype):
+        self.parameters = tuple(spec for spec in self.parameters if spec.name != "norm.weight")
+        super().export(out, weights, dtype)
+        self.parameters = TinyModel(self.config, 0).parameters
+
+
+@breaks("model", "test_an_export_asks_for_few_weights_at_a_time", "gave storage to")
+class FillsTheModule(TinyModel):
+    def export(self, out, weights, dtype):
+        super().export(out, weights, dtype)
+        self.module.norm.to_empty(device="cpu")
+
+
+@breaks("model", "test_an_export_stores_tied_weights_once", "stored twice")
+class WritesTheHeadToo(TinyModel):
+    def export(self, out, weights, dtype):
+        super().export(out, weights, dtype)
+        (out / f"head.weight.{dtype}").write_bytes(weights("head.weight").numpy().tobytes())
+
+
+@breaks("model", "test_an_export_lets_errors_through", "ended with None")
+class SkipsWhatIsDamaged(TinyModel):
+    def export(self, out, weights, dtype):
+        with contextlib.suppress(CheckpointError):
+            super().export(out, weights, dtype)
+
+
+@breaks("model", "test_adapters_alone_or_a_refusal", "not the name of a model")
+class NamesNoBase(TinyModel):
+    def export_adapters(self, out, weights, dtype):
+        self.export(out, weights, dtype)

@@ -27,7 +27,7 @@ def conformance(stage: str) -> Any:
 @pytest.mark.parametrize(("stage", "name", "rule", "message"), broken.CASES, ids=lambda value: str(value))
 def test_a_broken_plugin_is_rejected(tmp_path: Path, stage: str, name: str, rule: str, message: str):
     kind = conformance(stage)
-    facts = {"plugin": f"tests.kit.broken:{name}"}
+    facts = {"plugin": f"tests.kit.broken:{name}", **broken.FACTS.get(stage, {})}
     suite = type(f"Test{name}", (kind,), facts)()
     expected = (AssertionError, TrainForgeError) if message else Exception  # core may notice first
     with pytest.raises(expected, match="|".join(map(re.escape, message.split("|")))):
@@ -75,6 +75,11 @@ FILES = [
         "module-level functions",
     ),
     ("test_a_provider_is_a_value", GOOD.replace("build(ctx, config)", "build(ctx)"), "build must take"),
+    (
+        "test_a_provider_is_a_value",
+        GOOD.replace("config=Mine", "config=Mine, tokenizer=print_it") + "def print_it(ctx):\n    pass\n",
+        "tokenizer must take",
+    ),
     (
         "test_a_provider_is_a_value",
         GOOD.replace("config=Mine", "quickstart='trainforge:no.yaml'"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from trainforge.testing import (
     CheckpointConformance,
@@ -27,6 +28,9 @@ class TestOptimizer(OptimizerConformance):
 class TestData(DataConformance):
     plugin = REFERENCE
 
+    def reread_tokenizer(self, out: Path) -> dict[str, Any]:
+        return {"letters": str(out / "letters.txt")}
+
 
 class TestCheckpoint(CheckpointConformance):
     plugin = REFERENCE
@@ -35,9 +39,11 @@ class TestCheckpoint(CheckpointConformance):
 class TestModel(ModelConformance):
     plugin = REFERENCE
 
+    def reread(self, out: Path) -> dict[str, Any]:
+        return {**self.model, "folder": str(out)}
 
-class TestTiedModel(ModelConformance):
-    plugin = REFERENCE
+
+class TestTiedModel(TestModel):
     model: ClassVar = {"tied": True, "auxiliary": 0.1, "freeze": ["blocks.0.up.weight"]}
 
 

@@ -58,9 +58,11 @@ class TestHf(ModelConformance):
     plugin = "hf"
     model: ClassVar = {"config": {"model_type": "qwen3", "tie_word_embeddings": True, **QWEN3}}
 
+    def reread(self, out: Path) -> dict[str, Any]:
+        return {"hf": str(out)}
 
-class TestHfExperts(ModelConformance):
-    plugin = "hf"
+
+class TestHfExperts(TestHf):
     model: ClassVar = {
         "config": {
             "model_type": "qwen3_moe",
@@ -77,6 +79,9 @@ class TestText(DataConformance):
     plugin = "text"
     model: ClassVar = {"vocab": 264}
     config: ClassVar[dict[str, Any]] = {"max_len": 16, "validation": 5, "workers": 0}
+
+    def reread_tokenizer(self, out: Path) -> dict[str, Any]:
+        return {"tokenizer": str(out)}
 
     @pytest.fixture(autouse=True)
     def _write_text(self, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:

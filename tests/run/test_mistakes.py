@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 import yaml
 from click.testing import CliRunner
 from tests.run.runs import MODEL, run, write_recipe
+from tests.support.processes import forge_run
 
 from trainforge.cli import main
 
@@ -94,17 +94,7 @@ def test_a_changed_recipe_in_a_folder_that_holds_another_run(tmp_path):
 )
 def test_under_two_ranks_too(tmp_path, sections, says):
     recipe = write_recipe(tmp_path, **sections)
-    command = [
-        sys.executable,
-        "-m",
-        "trainforge.cli",
-        "run",
-        str(recipe),
-        "--nproc",
-        "2",
-        "--run-dir",
-        str(tmp_path / "run"),
-    ]
+    command = forge_run(recipe, tmp_path / "run", "--nproc", 2)
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=os.environ | {"HF_HUB_OFFLINE": "1"}
     )

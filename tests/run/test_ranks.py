@@ -9,28 +9,17 @@ import time
 
 import pytest
 from tests.run.runs import MODEL, Outcome, run, write_recipe
-from tests.support.processes import wait_until
+from tests.support.processes import forge_run, start_forge_run, steps_logged, wait_until
+
+from trainforge.checkpoints import list_checkpoints
+from trainforge_plugins.dcp import manifest
 
 pytestmark = pytest.mark.ranks
 
 
-def command(recipe, run_dir, *options, nproc=2):
-    return [
-        sys.executable,
-        "-m",
-        "trainforge.cli",
-        "run",
-        str(recipe),
-        "--run-dir",
-        str(run_dir),
-        "--nproc",
-        str(nproc),
-        *options,
-    ]
-
-
 def two_ranks(recipe, run_dir, *options):
-    result = subprocess.run(command(recipe, run_dir, *options), capture_output=True, text=True, timeout=200)
+    command = forge_run(recipe, run_dir, "--nproc", 2, *options)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
     return Outcome(result.returncode, run_dir)
 
@@ -74,11 +63,8 @@ def test_interrupted_on_two_ranks_is_bit_equal_to_uninterrupted_on_two(tmp_path)
 
 def test_a_dead_rank_ends_the_run_in_seconds_and_it_resumes(tmp_path):
     recipe = two_rank_recipe(tmp_path, steps=100_000, save_every=5, log_every=1)
-    started = subprocess.Popen(
-        command(recipe, tmp_path / "run"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    metrics = tmp_path / "run/metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 12, started)
+    started = start_forge_run(recipe, tmp_path / "run", "--nproc", 2)
+    wait_until(lambda: steps_logged(tmp_path / "run") > 12, started)
     victim = ranks_of(started.pid)[1]
     os.kill(victim, signal.SIGKILL)
     began = time.monotonic()
@@ -88,17 +74,19 @@ def test_a_dead_rank_ends_the_run_in_seconds_and_it_resumes(tmp_path):
     assert "rank" in err
     assert "Traceback" not in err + out
     assert not ranks_of(started.pid)
+    kept = list_checkpoints(tmp_path / "run/checkpoints")
+    assert not any(manifest.verify(info.path) for info in kept)
+    before = {entry["step"]: entry["loss"] for entry in Outcome(1, tmp_path / "run").metrics}
     resumed = two_ranks(recipe, tmp_path / "run", "--max-steps", "2")
-    assert resumed.summary["resumed_from"] >= 10
+    assert resumed.summary["resumed_from"] == kept[-1].step >= 10
+    again = {entry["step"]: entry["loss"] for entry in resumed.metrics}
+    assert all(before[step] == again[step] for step in before.keys() & again.keys())
 
 
 def test_sigterm_to_the_launcher_saves_and_ends_with_3(tmp_path):
     recipe = two_rank_recipe(tmp_path, steps=100_000)
-    started = subprocess.Popen(
-        command(recipe, tmp_path / "run"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    metrics = tmp_path / "run/metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, started)
+    started = start_forge_run(recipe, tmp_path / "run", "--nproc", 2)
+    wait_until(lambda: steps_logged(tmp_path / "run") > 3, started)
     started.send_signal(signal.SIGTERM)
     out, err = started.communicate(timeout=60)
     assert started.returncode == 3, out + err
@@ -120,7 +108,7 @@ def ranks_of(launcher):
 def test_what_only_rank_0_notices_ends_all_ranks_quickly(tmp_path, launcher):
     recipe = two_rank_recipe(tmp_path)
     (tmp_path / "file").write_text("")
-    arguments = command(recipe, tmp_path / "file/run")
+    arguments = forge_run(recipe, tmp_path / "file/run", "--nproc", 2)
     if launcher == "torchrun":
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         arguments = [*start, *arguments[1 : arguments.index("--nproc")]]

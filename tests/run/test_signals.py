@@ -4,50 +4,21 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 from tests.run.runs import run, write_recipe
-from tests.support.processes import below, gone, wait_until, workers_of
+from tests.support.processes import below, gone, start_forge_run, steps_logged, wait_until, workers_of
 
 LONG = {"steps": 100_000, "save_every": 3, "log_every": 1, "eval_every": 4}
 HELD_OUT = {"validation": 2}  # rows, so that there is something to evaluate
 
 
-def start(recipe, run_dir, *options):
-    command = [
-        sys.executable,
-        "-m",
-        "trainforge.cli",
-        "run",
-        str(recipe),
-        "--run-dir",
-        str(run_dir),
-        *options,
-    ]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def steps_logged(run_dir):
-    path = run_dir / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def wait_for_steps(process, run_dir, steps):
-    end = time.monotonic() + 120
-    while steps_logged(run_dir) < steps:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_and_exits_with_3(tmp_path, number):
     recipe = write_recipe(tmp_path, text=HELD_OUT, train=LONG | {"save_every": None})
-    process = start(recipe, tmp_path / "run")
-    wait_for_steps(process, tmp_path / "run", 2)
+    process = start_forge_run(recipe, tmp_path / "run")
+    wait_until(lambda: steps_logged(tmp_path / "run") >= 2, process)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 3, out + err
@@ -59,7 +30,7 @@ def test_a_signal_saves_and_exits_with_3(tmp_path, number):
 
 
 def test_a_signal_before_the_first_step_ends_without_a_traceback(tmp_path):
-    process = start(write_recipe(tmp_path, text=HELD_OUT, train=LONG), tmp_path / "run")
+    process = start_forge_run(write_recipe(tmp_path, text=HELD_OUT, train=LONG), tmp_path / "run")
     end = time.monotonic() + 60
     while not (tmp_path / "run/.lock").exists():
         assert time.monotonic() < end
@@ -101,7 +72,7 @@ def test_a_signal_while_a_stage_starts_ends_all_ranks_at_once(tmp_path, number, 
     slow = tmp_path / "slow.py"
     slow.write_text(SLOW_STAGE.replace("STAGE", stage).replace("RANKS", str(busy)))
     recipe = write_recipe(tmp_path, text=HELD_OUT, train=LONG)
-    process = start(recipe, tmp_path / "run", "--plugins", str(slow), "--nproc", str(nproc))
+    process = start_forge_run(recipe, tmp_path / "run", "--plugins", slow, "--nproc", nproc)
     wait_until(lambda: all((tmp_path / f"run/busy-{rank}").exists() for rank in busy), process)
     check_that_it_stops_at_once(process, number, tmp_path / "run")
 
@@ -112,7 +83,9 @@ def test_a_signal_while_text_is_tokenised(tmp_path, nproc):
     row = json.dumps({"text": "the whale swam by. " * 500}) + "\n"
     (tmp_path / "rows.jsonl").write_text(row * 6000)
     text = {"path": str(tmp_path / "rows.jsonl"), "workers": 2}
-    process = start(write_recipe(tmp_path, train=LONG, text=text), tmp_path / "run", "--nproc", str(nproc))
+    process = start_forge_run(
+        write_recipe(tmp_path, train=LONG, text=text), tmp_path / "run", "--nproc", nproc
+    )
     wait_until(lambda: len(workers_of(process.pid)) == 2, process)
     check_that_it_stops_at_once(process, signal.SIGTERM, tmp_path / "run")
 
@@ -140,7 +113,7 @@ def test_kill_9_at_random_moments_loses_at_most_what_came_after_the_last_save(tm
     chance = random.Random(4)
     run_dir = tmp_path / "killed"
     for _ in range(6):
-        process = start(recipe, run_dir)
+        process = start_forge_run(recipe, run_dir)
         before = steps_logged(run_dir)
         end = time.monotonic() + 60
         while process.poll() is None and steps_logged(run_dir) in (0, before) and time.monotonic() < end:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
 from tests.run.runs import run, write_recipe
+from tests.support.processes import forge_run
 
 from trainforge.errors import CheckpointError
 
@@ -37,14 +37,13 @@ def test_the_screen_says_first_what_is_run_and_where(tmp_path, capsys):
 
 def test_a_terminal_without_utf8_and_a_reader_that_leaves_end_no_run(tmp_path):
     recipe = write_recipe(tmp_path, train={"steps": 3})
-    command = [sys.executable, "-m", "trainforge.cli", "run", str(recipe), "--run-dir"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ascii_only = subprocess.run(
-        [*command, str(tmp_path / "a")], env=environment, capture_output=True, timeout=120, check=False
+        forge_run(recipe, tmp_path / "a"), env=environment, capture_output=True, timeout=120, check=False
     )
     assert ascii_only.returncode == 0, ascii_only.stderr
     assert b"loss" in ascii_only.stdout
-    left_alone = subprocess.Popen([*command, str(tmp_path / "b")], stdout=subprocess.PIPE)
+    left_alone = subprocess.Popen(forge_run(recipe, tmp_path / "b"), stdout=subprocess.PIPE)
     left_alone.stdout.close()
     assert left_alone.wait(timeout=120) == 0
     assert "finished: step 3 of 3" in (tmp_path / "b/log.txt").read_text()

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 WORKER = "text.worker"
+
+
+def forge_run(recipe, run_dir, *options):
+    """The command line of `forge run`; options may be numbers."""
+    words = [sys.executable, "-m", "trainforge.cli", "run", recipe, "--run-dir", run_dir, *options]
+    return [str(word) for word in words]
+
+
+def start_forge_run(recipe, run_dir, *options):
+    """Start `forge run` with its output caught."""
+    command = forge_run(recipe, run_dir, *options)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def steps_logged(run_dir):
+    """Lines in metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def below(process):
@@ -62,4 +82,4 @@ def wait_until(condition, process, seconds=120):
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
-        time.sleep(0.05)
+        time.sleep(0.01)

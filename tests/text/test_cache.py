@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import pytest
+from tests.text.chats import subword_tokenizer
 from tests.text.helpers import context, text_data, write_jsonl
 
 from trainforge.context import SilentConsole
 from trainforge.errors import DataError
 from trainforge_plugins.text import TextSection, build, cache
 from trainforge_plugins.text.data import TextData
+from trainforge_plugins.text.pool import WorkerError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,6 +87,18 @@ def test_a_rebuild_says_why(tmp_path: Path, builds: list[Path]):
     ]
     assert len(builds) == 7
     assert len(list(folder_of(tmp_path).glob("*.bin"))) == 2
+
+
+def test_another_tokenizer_is_said_and_has_a_cache_of_its_own(tmp_path: Path, builds: list[Path]):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
+    other = tmp_path / "tokenizer.json"
+    subword_tokenizer()._backend.save(str(other))
+    assert notes(tmp_path, path) == []
+    assert notes(tmp_path, path, tokenizer=str(other)) == [
+        "tokenising again: the tokenizer has changed (the cache of the other one is kept)"
+    ]
+    assert notes(tmp_path, path) == notes(tmp_path, path, tokenizer=str(other)) == []
+    assert len(builds) == 2
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "index"])
@@ -165,6 +184,62 @@ def test_processes_that_start_together_build_once(tmp_path: Path):
     assert len({output[-1] for output in outputs}) == 1
 
 
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[TextIO]:
+    """The lock of the cache of `a.jsonl`, in the hands of another process."""
+    text_data(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])))
+    with (folder_of(tmp_path) / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def test_who_waits_for_a_stuck_process_says_so_in_time(tmp_path: Path, held: TextIO):
+    held.write("rank 0 (process 17), after a.jsonl (bytes 0 to 20)")
+    held.flush()
+    began = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        text_data(tmp_path, str(tmp_path / "a.jsonl"), section={"worker_timeout": 0.3}, rank=1, world=2)
+    assert 0.6 <= time.monotonic() - began < 10
+    words = (
+        "stuck for 600 ms: ",
+        "rank 0 (process 17), after a.jsonl (bytes 0 to 20)",
+        "text.worker_timeout",
+    )
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_who_waits_for_a_process_that_gets_on_goes_on_waiting(tmp_path: Path, held: TextIO):
+    def work() -> None:
+        for i in range(15):
+            held.write(f" unit {i}")
+            held.flush()
+            time.sleep(0.1)
+        fcntl.flock(held, fcntl.LOCK_UN)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    data = text_data(tmp_path, str(tmp_path / "a.jsonl"), section={"worker_timeout": 0.4}, rank=1, world=2)
+    worker.join()
+    assert data.ledger()["used"] == 1
+
+
+def test_who_tokenises_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, shown = tmp_path / "a.txt", []
+    path.write_text("some words\n" * 100)
+    monkeypatch.setattr("trainforge_plugins.text.units.cut_units.__defaults__", (545,))
+    write = cache.CacheWriter.write
+
+    def looking(self: cache.CacheWriter, *arguments: object) -> None:
+        shown.append((folder_of(tmp_path) / "lock").read_text())
+        write(self, *arguments)
+
+    monkeypatch.setattr(cache.CacheWriter, "write", looking)
+    text_data(tmp_path, str(path))
+    who = f"rank 0 (process {os.getpid()}), after"
+    assert shown[:2] == [f"{who} starting", f"{who} {path} (bytes 0 to 550)"]
+    assert (folder_of(tmp_path) / "lock").read_text() == ""
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").touch()
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
@@ -179,7 +254,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache._Writer, "write", full)
+    monkeypatch.setattr(cache.CacheWriter, "write", full)
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
     with pytest.raises(DataError, match=r"No space left on device: set text\.cache"):
         text_data(tmp_path, str(path))

@@ -229,11 +229,11 @@ def test_one_rule_for_values_that_are_not_text(row: str, text: str, answer: str 
         (
             {
                 "messages": [
-                    {"role": "user", "content": [{"type": "image_url"}]},
+                    {"role": "user", "content": [{"type": "video"}]},
                     {"role": "assistant", "content": "a"},
                 ]
             },
-            "'content' has a part that is not text (turn 1, 'image_url')",
+            "'content' has a part that is neither text nor image (turn 1, 'video')",
         ),
         (
             {

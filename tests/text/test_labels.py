@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -237,3 +238,53 @@ def test_what_is_learnt_is_what_the_assistant_said(turns: list[tuple[str, str]],
     space = " " if name == "mistral" else ""
     assert learnt(tokenizer, encoded) == [f"{space}{answer}{end}" for _, answer in turns]
     assert end in SPECIAL
+
+
+@pytest.mark.parametrize("template", ["plain", "chatml", "llama3", "mistral", "gemma"])
+@given(
+    st.lists(
+        st.tuples(st.text("ab \n{}éé😀", max_size=6), st.text("ab \n{}é😀", max_size=6)),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from([None, "", " ", "Be brief."]),
+)
+def test_a_built_in_template_is_rendered_by_its_skeleton_as_by_jinja(
+    template: str, pairs_of_turns: list[tuple[str, str]], system: str | None
+):
+    tokenizer = character_tokenizer()
+    tokenizer.variables = {"eos_token": "</s>"}
+    chosen = choose_template(template, tokenizer)
+    assert chosen.verbatim
+    by_jinja = Labeller(replace(chosen, verbatim=False), tokenizer, "assistant")
+    quick = Labeller(chosen, tokenizer, "assistant")
+    start = () if system is None else (Message("system", system),)
+    turns = [
+        message
+        for question, answer in pairs_of_turns
+        for message in (Message("user", f"q{question}"), Message("assistant", f"{answer}."))
+    ]
+    quick.render(Conversation((*start, *(replace(turn, content="another") for turn in turns))))
+    conversation = Conversation((*start, *turns))
+    assert quick.render(conversation) == by_jinja.render(conversation)
+    assert quick.render(conversation).text == chosen.render(conversation)[0]
+
+
+def test_only_built_in_templates_are_taken_for_verbatim(tmp_path: Path):
+    source = (
+        "{% for m in messages %}{{ m.content | upper if m.content == 'x' else m.content }}</s>{% endfor %}"
+    )
+    chosen = choose_template(write_template(tmp_path, source), character_tokenizer())
+    assert not chosen.verbatim
+    labeller = Labeller(chosen, character_tokenizer(), "assistant")
+    labeller.render(Conversation((Message("user", "a"), Message("assistant", "b"))))
+    with pytest.raises(BadRow, match="is not written as it is"):
+        labeller.render(Conversation((Message("user", "a"), Message("assistant", "x"))))
+
+
+def test_a_blank_turn_does_not_depend_on_the_rows_before():
+    labeller = Labeller(choose_template("plain", ByteTokenizer()), ByteTokenizer(), "assistant")
+    for blank in ("", "  ", "\n", ""):
+        turns = (Message("system", blank), Message("user", "a"), Message("assistant", "b"))
+        expected = f"### System:\n{blank}\n\n### User:\na\n\n### Assistant:\nb\ufdd0\n\n"
+        assert labeller.render(Conversation(turns)).text == expected

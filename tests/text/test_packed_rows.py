@@ -230,6 +230,17 @@ def test_keys_for_conversations_are_refused_for_other_text(tmp_path: Path, secti
         text_data(tmp_path, str(path), section=section)
 
 
+@pytest.mark.parametrize("at_once", [1, 7, 64, 10_000])
+def test_learnt_tokens_are_counted_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int):
+    monkeypatch.setattr("trainforge_plugins.text.cache.COUNTED_AT_ONCE", at_once)
+    rows = alpaca(20)
+    for train_on in ("assistant", "all"):
+        expected = sum(label != IGNORED for row in rows for label in rendered(row)[1])
+        if train_on == "all":
+            expected = sum(len(rendered(row)[0]) - 1 for row in rows)
+        assert chat_data(tmp_path, rows, train_on=train_on).ledger()["supervised"] == expected
+
+
 @pytest.mark.ranks
 def test_workers_give_the_same_conversations(tmp_path: Path):
     rows = alpaca(300, answer=60)

@@ -18,7 +18,7 @@ from trainforge_plugins.text.data import TextData
 
 def all_text(data: TextData) -> str:
     ids = [int(token) for row in range(len(data._rows)) for token in data._rows[row].input_ids]
-    return data.decode(ids)
+    return data.tokenizer.decode(ids)
 
 
 def skipped(data: TextData) -> dict[str, tuple[int, list[str]]]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.text.helpers import context, text_data, write_jsonl
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -231,3 +231,15 @@ def test_a_hub_that_does_not_answer_is_asked_once(
         load_tokenizer(context(tmp_path), "nobody/no-such-model")
     assert asked == [("nobody/no-such-model", 10.0)]
     assert capfd.readouterr() == ("", "")
+
+
+@example("a\x7f\x80\u07ff\u0800\uffff\U00010000\ufdd0\ufdd0b")
+@given(st.text(st.characters(codec="utf-8") | st.just("\ufdd0")))
+def test_bytes_say_after_which_character_they_end(text: str):
+    ids, ends = ByteTokenizer().encode_with_ends(text, [])
+    slow = [
+        (token, number)
+        for number, character in enumerate(text, start=1)
+        for token in ([256] if character == "\ufdd0" else character.encode())
+    ]
+    assert list(zip(ids.tolist(), ends.tolist(), strict=True)) == slow

@@ -14,6 +14,7 @@ from trainforge.events import Events
 from trainforge.hooks import check_hooks
 from trainforge.ledger import Ledger
 from trainforge.live import BUILD_ORDER, Run, Stages
+from trainforge.restored import leave_out_initial_weights
 from trainforge.resuming import find_checkpoint, resume
 from trainforge.schedule import with_rates
 from trainforge.seeding import derive_seed, seed_everything
@@ -44,7 +45,10 @@ def start(
     found = find_checkpoint(ctx, folder, options)
     if found is not None and ctx.rank == 0:
         folder.check_resumable(recipe, options.allow_change)
+    ctx.restored = found is not None
     build_stages(plan, ctx, ("model",), closing)
+    if ctx.restored:
+        leave_out_initial_weights(ctx.model)
     ctx.model.parameters = with_rates(ctx.model.parameters, ctx.train)
     build_stages(plan, ctx, ("data",), closing)
     check_wishes(ctx)

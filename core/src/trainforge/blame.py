@@ -22,7 +22,7 @@ def blaming(ctx: Context, plugin: str, stage: str, doing: str) -> Iterator[None]
     Raises:
         ProviderError: the plugin failed; `OutOfMemory` when that was for lack of memory.
     """
-    ctx.plugin = plugin
+    ctx.plugin, ctx.doing = plugin, (stage, doing)
     try:
         yield
     except TrainForgeError:

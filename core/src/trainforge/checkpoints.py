@@ -9,9 +9,11 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from trainforge.blame import STARTING, blaming
 from trainforge.discovery import load_provider
-from trainforge.errors import CheckpointError, UserError
+from trainforge.errors import CheckpointError, ConfigError, UserError
 from trainforge.stages import CheckpointInfo, is_checkpoint_name
 
 if TYPE_CHECKING:
@@ -63,6 +65,28 @@ def remove_checkpoint(info: CheckpointInfo) -> None:
         shutil.rmtree(aside)
     info.path.rename(aside)
     shutil.rmtree(aside)
+
+
+def kept_by_recipe(folder: Path) -> tuple[int | None, str | None]:
+    """`train.keep_every` and `train.best` of the recipe beside the folder of checkpoints; None twice without a recipe.
+
+    Raises:
+        ConfigError: the recipe cannot be read.
+    """
+    from trainforge.recipe_file import read_recipe
+    from trainforge.sections import TrainSection
+
+    recipe = folder.parent / "recipe.yaml"
+    if not recipe.is_file():
+        return None, None
+    try:
+        train = TrainSection.model_validate(read_recipe(recipe).get("train", {}))
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        raise ConfigError(
+            f"{recipe} does not say which checkpoints stay: train.{where} is not right"
+        ) from None
+    return train.keep_every, train.best
 
 
 def _about(path: Path) -> dict[str, Any]:

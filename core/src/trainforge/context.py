@@ -60,6 +60,7 @@ class Context:
         run, train: the recipe's sections of the same name, validated.
         model_config: the validated `model` section (its type is the model provider's).
         plugin: the name of the plugin being built.
+        doing: (stage, what it is doing), for messages when it fails or keeps other ranks waiting.
         device: this rank's device.
         rank, world, local_rank, local_world: this process among all, and among those of this host.
         batching: samples per step, micro-batch and rank.
@@ -67,6 +68,8 @@ class Context:
         cache_dir: where derived data may be kept between runs.
         console: for lines and progress bars.
         row_tokens: tokens of the longest rows, when the data stage could tell; known once data is built or estimated.
+        restored: a checkpoint of this run fills the trained weights and the buffers: their initial values are not asked
+            for, only those of frozen parameters.
     """
 
     run: RunSection
@@ -82,7 +85,9 @@ class Context:
     cache_dir: Path
     console: Console
     plugin: str = ""
+    doing: tuple[str, str] = ("comm", "starting")
     row_tokens: int | None = None
+    restored: bool = False
     built: dict[str, Any] = field(default_factory=dict)
 
     def _stage(self, name: str) -> Any:

@@ -29,6 +29,7 @@ def export_run(
     *,
     step: int | None = None,
     dtype: Literal["bf16", "fp32"] = "bf16",
+    lora: Literal["merged", "adapter"] = "merged",
     force: bool = False,
 ) -> str:
     """Write the model of a run into the folder `out`: whole or not at all. Runs on the CPU.
@@ -36,6 +37,7 @@ def export_run(
     Args:
         step: of the checkpoint; None takes the newest.
         dtype: of the weights in the files. The masters in the checkpoint are fp32.
+        lora: trained adapters are added to what they adapt, or written alone.
         force: an `out` that is not empty is renamed to `out.old-N` instead of being refused.
 
     Returns:
@@ -51,21 +53,25 @@ def export_run(
     stored = open_run(run_dir, step)
     ctx = build_model(stored, torch.device("cpu"), console)
     tokenizer = build_tokenizer(stored, ctx)
-    total = sum(spec.elements for spec in ctx.model.parameters)
+    alone = lora == "adapter"
+    total = sum(spec.elements for spec in ctx.model.parameters if spec.trainable or not alone)
     with _written_aside(out) as aside, reading(stored, ctx) as reader:
         weights = StoredWeights(reader, stored.checkpoint.path, ctx.model)
         with (
             console.task("exporting", total, "parameters") as task,
             blaming(ctx, stored.plan.chosen["model"].plugin, "model", f"exporting to {out}"),
         ):
-            ctx.model.export(aside, _counted(weights, task), dtype)
+            export = ctx.model.export_adapters if alone else ctx.model.export
+            base = export(aside, _counted(weights, task), dtype)
         digest = weights.digest()
         if tokenizer is None:
             console.note("the run's data has no tokenizer: the folder gets none")
         else:
             with blaming(ctx, stored.plan.chosen["data"].plugin, "data", "exporting the tokenizer"):
                 tokenizer.save(aside)
-        (aside / "README.md").write_text(_card(stored, dtype, digest), encoding="utf-8")
+        (aside / "README.md").write_text(_card(stored, dtype, digest, base), encoding="utf-8")
+    if base:
+        console.note(f"these are the adapters alone: they belong to {base}")
     return digest
 
 
@@ -120,8 +126,10 @@ def _written_aside(out: Path) -> Iterator[Path]:
         ) from error
 
 
-def _card(stored: StoredRun, dtype: str, digest: str) -> str:
+def _card(stored: StoredRun, dtype: str, digest: str, base: str | None) -> str:
+    """The model card; `base` is the model that adapters alone belong to."""
     plan = stored.plan
+    adapters = f"- adapters alone, to be loaded beside {base}\n" if base else ""
     plugins = ", ".join(f"{stage} {chosen.plugin} {chosen.version}" for stage, chosen in plan.chosen.items())
     return f"""# {plan.recipe.run.name}
 
@@ -131,7 +139,7 @@ Say here what this model is for, what it was trained on, and what it must not be
 
 Trained with TrainForge {__version__} ({plugins}), exported from the checkpoint of step {stored.checkpoint.step}.
 
-- weights in these files: {dtype}
+{adapters}- weights in these files: {dtype}
 - `weights_digest` of the fp32 masters: `{digest}`
 
 The recipe:

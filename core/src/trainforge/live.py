@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from trainforge.provider import StageName
 from trainforge.run_state import RunState
@@ -55,7 +55,6 @@ class Run:
         sink: what memory calls when a gradient is final.
         state: step, token counts and losses so far; part of every checkpoint.
         ledger: where the time went.
-        doing: (stage, what it is doing), for the message when it fails.
         resumed_from: step of the checkpoint that this start went on from, or None.
         save_blocked_ms: how long each save kept training waiting.
         row_tokens: the longest padded row so far, in tokens.
@@ -75,13 +74,22 @@ class Run:
     sink: Sink
     ledger: Ledger
     state: RunState = field(default_factory=RunState)
-    doing: tuple[StageName, str] = ("memory", "starting")
     resumed_from: int | None = None
     save_blocked_ms: list[float] = field(default_factory=list)
     row_tokens: int = 0
     tokens_measured: int = 0
     seconds_measured: float = 0.0
     began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def doing(self) -> tuple[StageName, str]:
+        """(stage, what it is doing), for messages; kept where the other ranks' messages find it too."""
+        stage, doing = self.ctx.doing
+        return cast("StageName", stage), doing  # observers are built before there is a run
+
+    @doing.setter
+    def doing(self, doing: tuple[StageName, str]) -> None:
+        self.ctx.doing = doing
 
     @property
     def train(self) -> TrainSection:

@@ -37,8 +37,8 @@ FIXED = (
 own by a fingerprint. Plugins, ranks, steps (the schedule is then laid over the new length), cadences and how a step
 is cut may change."""
 
-HOW_IT_IS_COMPUTED = ("model.attn", "model.experts")
-"""Keys of the model section that change how it is computed, not what it is."""
+HOW_IT_IS_COMPUTED = ("model.attn", "model.experts", "model.trust_remote_code")
+"""Keys of the model section that change how it is computed or what may run for it, not what it is."""
 
 
 class RunFolder:

@@ -268,7 +268,11 @@ def _start_report(run: Run) -> None:
     """Say what is about to happen, before the first step."""
     note = run.console.note
     note("plugins: " + ", ".join(f"{name} {run.plan.chosen[name].plugin}" for name in STAGES))
-    for line in (*run.stages.model.start_report(), *run.stages.data.start_report()):
+    run.doing = ("model", "reporting what it starts with")
+    for line in run.stages.model.start_report():
+        note(line)
+    run.doing = ("data", "reporting what it starts with")
+    for line in run.stages.data.start_report():
         note(line)
     batching = run.ctx.batching
     note(

@@ -7,7 +7,6 @@ hand to each other (`Extent`, `Batch`, `Slot`, ...) are described in `trainforge
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +29,8 @@ from trainforge.values import (
     Tokenizer,
     Update,
     UpdateFunction,
+    checkpoint_name,
+    is_checkpoint_name,
 )
 
 if TYPE_CHECKING:
@@ -130,9 +131,19 @@ class ModelSpec(Stage, ABC):
         """Write the model into the empty folder `out`, in the format in which others read it (`forge export`).
 
         `weights(name)` gives a parameter or a persistent buffer, whole and on the CPU (masters are fp32), read anew at
-        each call: ask for few at a time. `module` stays on meta. `dtype` is that of the weights in the files.
+        each call: ask for few at a time, and let its errors through. `module` stays on meta. `dtype` is that of the
+        weights in the files. Where adapters were trained, they are added to what they adapt.
         """
         raise UserError(f"this model has no format to be exported in ({type(self).__name__})")
+
+    def export_adapters(
+        self, out: Path, weights: Callable[[str], Tensor], dtype: Literal["bf16", "fp32"]
+    ) -> str:
+        """Write the trained adapters alone into the empty folder `out` (`forge export --lora adapter`).
+
+        As `export` otherwise. Returns the model that they belong to, as a person names it: a folder or a hub id.
+        """
+        raise UserError("this run's model has no adapters to be exported alone: leave out --lora adapter")
 
     def start_report(self) -> list[str]:
         """Lines for the start report, such as which attention kernel was taken and why."""
@@ -396,17 +407,3 @@ class Checkpoint(Stage, ABC):
     @abstractmethod
     def verify(self, path: Path) -> list[str]:
         """Problems of the checkpoint at `path`, each a sentence naming the file; an empty list when it is sound."""
-
-
-_CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
-
-
-def checkpoint_name(step: int) -> str:
-    """The folder name of a committed checkpoint."""
-    return f"step-{step:08d}"
-
-
-def is_checkpoint_name(name: str) -> int | None:
-    """The step of a committed checkpoint's folder name, or None."""
-    match = _CHECKPOINT_NAME.fullmatch(name)
-    return int(match[1]) if match else None

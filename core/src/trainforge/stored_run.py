@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainforge.assembly import cache_dir
 from trainforge.blame import STARTING, blaming
@@ -15,8 +15,9 @@ from trainforge.context import Batching, Context
 from trainforge.digest import combined_digest, content_digest
 from trainforge.errors import UserError
 from trainforge.planning import make_plan
-from trainforge.retention import newest_usable
-from trainforge.stages import Comm, Extent, NamedTensor, PartState
+from trainforge.restored import leave_out_initial_weights
+from trainforge.retention import best_of, newest_usable
+from trainforge.stages import Comm, Extent, NamedTensor, PartState, is_checkpoint_name
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from trainforge.context import Console
     from trainforge.planning import Plan
     from trainforge.stages import Checkpoint, CheckpointInfo, ModelSpec, Tokenizer
+
+Step = int | Literal["best"] | None
+"""A step of a run's checkpoints; None is the newest with finite weights."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +40,72 @@ class StoredRun:
     checkpoint: CheckpointInfo
 
 
-def open_run(run_dir: Path, step: int | None, overrides: Sequence[str] = ()) -> StoredRun:
-    """Look into a run folder; `step` None takes the newest checkpoint. `overrides` are laid over its recipe.
+def parse_reference(reference: str) -> tuple[Path, Step]:
+    """The run folder and the step that `RUN`, `RUN@STEP`, `RUN@best` or a checkpoint's folder names.
+
+    Raises:
+        UserError: what follows the @ is neither a step nor `best`.
+    """
+    folder, at, step = reference.rpartition("@")
+    if not at or "/" in step:
+        path = Path(reference).expanduser()
+        found = is_checkpoint_name(path.name)
+        return (path, None) if found is None else (path.parent.parent, found)
+    if step != "best" and not (step.isascii() and step.isdigit()):
+        raise UserError(f"{reference}: after the @ stands a step, such as {folder}@1000, or best")
+    return Path(folder).expanduser(), "best" if step == "best" else int(step)
+
+
+def choose_checkpoint(run_dir: Path, step: Step, asked: str = "--step") -> CheckpointInfo:
+    """A checkpoint of a run folder; `step` None takes the newest one with finite weights, `best` the lowest eval loss.
+
+    Args:
+        asked: where a person names the step, for messages.
 
     Raises:
         UserError: it is no run folder, or holds no checkpoint, or none of that step.
     """
-    folder = checkpoints_folder(run_dir)
-    found = list_checkpoints(folder)
+    found = list_checkpoints(checkpoints_folder(run_dir))
     if not found:
         raise UserError(f"{run_dir} holds no committed checkpoint yet: train until it has saved one")
-    chosen = newest_usable(found) if step is None else next((i for i in found if i.step == step), None)
-    if chosen is None and step is None:
-        raise UserError(f"no checkpoint in {run_dir} has weights that are all finite: name one with --step")
+    kept = ", ".join(str(info.step) for info in found)
+    if step is None:
+        chosen = newest_usable(found)
+        problem = f"no checkpoint in {run_dir} has weights that are all finite: name one with {asked}"
+    elif step == "best":
+        chosen = best_of(found, "eval_loss")
+        problem = (
+            f"no checkpoint in {run_dir} holds a validation loss: name a step with {asked}; kept are {kept}"
+        )
+    else:
+        chosen = next((info for info in found if info.step == step), None)
+        problem = f"{asked} {step}: there is no such checkpoint in {run_dir}; kept are {kept}"
     if chosen is None:
-        kept = ", ".join(str(info.step) for info in found)
-        raise UserError(f"--step {step}: there is no such checkpoint in {run_dir}; kept are {kept}")
-    recipe = folder.parent / "recipe.yaml"
+        raise UserError(problem)
+    return chosen
+
+
+def recipe_of(run_dir: Path) -> Path:
+    """The effective recipe of a run folder (or of the run whose folder of checkpoints it is).
+
+    Raises:
+        UserError: there is none.
+    """
+    recipe = checkpoints_folder(run_dir).parent / "recipe.yaml"
     if not recipe.is_file():
         raise UserError(f"{run_dir} holds no recipe.yaml, so nothing says which model its checkpoints are of")
-    return StoredRun(folder.parent, make_plan(recipe, overrides=overrides), chosen)
+    return recipe
+
+
+def open_run(run_dir: Path, step: Step, overrides: Sequence[str] = (), *, asked: str = "--step") -> StoredRun:
+    """Look into a run folder; see `choose_checkpoint`. `overrides` are laid over its recipe.
+
+    Raises:
+        UserError: it is no run folder, or holds no checkpoint, or none of that step.
+    """
+    chosen = choose_checkpoint(run_dir, step, asked)
+    recipe = recipe_of(run_dir)
+    return StoredRun(recipe.parent, make_plan(recipe, overrides=overrides), chosen)
 
 
 def build_model(stored: StoredRun, device: torch.device, console: Console) -> Context:
@@ -78,9 +128,11 @@ def build_model(stored: StoredRun, device: torch.device, console: Console) -> Co
         run_dir=stored.path,
         cache_dir=cache_dir(),
         console=console,
+        restored=True,
         built={"comm": Comm()},
     )
     ctx.built["model"] = build_stage(stored, ctx, "model")
+    leave_out_initial_weights(ctx.model)
     return ctx
 
 

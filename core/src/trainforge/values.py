@@ -8,6 +8,7 @@ the *master* is the fp32 truth behind it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -331,3 +332,17 @@ class Part(Protocol):
 
     def load(self, version: int, data: dict[str, Any]) -> None:
         """Take plain data back, after the tensors that `state()` gave were filled in place."""
+
+
+_CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder name of a committed checkpoint."""
+    return f"step-{step:08d}"
+
+
+def is_checkpoint_name(name: str) -> int | None:
+    """The step of a committed checkpoint's folder name, or None."""
+    match = _CHECKPOINT_NAME.fullmatch(name)
+    return int(match[1]) if match else None

@@ -20,19 +20,25 @@ if TYPE_CHECKING:
 @click.argument("action", type=click.Choice(["list", "verify", "prune"]), default="list")
 @click.option("--step", type=click.IntRange(min=0), help="verify: only the checkpoint of this step.")
 @click.option(
-    "--keep", type=click.IntRange(min=1), default=1, show_default=True, help="prune: how many to keep."
+    "--keep",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="prune: how many of the newest to keep.",
 )
+@click.option("--dry-run", is_flag=True, help="prune: only say what would be deleted.")
 @debug_option
-def checkpoints(run_dir: Path, action: str, step: int | None, keep: int) -> None:
+def checkpoints(run_dir: Path, action: str, step: int | None, keep: int, dry_run: bool) -> None:
     """Look after the checkpoints in the run folder RUN.
 
     list shows step, size, writer, date and validation loss, and marks the best; verify lets the plugin that wrote
-    each one check it (exit code 1 when one is damaged); prune deletes all but the newest usable ones, once the newest
-    is found sound.
+    each one check it (exit code 1 when one is damaged); prune deletes all but the newest usable ones and those that
+    train.keep_every and train.best of the run's recipe keep, once the newest is found sound.
     """
-    from trainforge.checkpoints import checkpoints_folder, list_checkpoints
+    from trainforge.checkpoints import checkpoints_folder, kept_by_recipe, list_checkpoints
 
-    found = list_checkpoints(checkpoints_folder(run_dir))
+    folder = checkpoints_folder(run_dir)
+    found = list_checkpoints(folder)
     if not found:
         raise UserError(f"{run_dir} holds no committed checkpoint yet")
     if action == "list":
@@ -40,7 +46,7 @@ def checkpoints(run_dir: Path, action: str, step: int | None, keep: int) -> None
     elif action == "verify":
         _verify([info for info in found if step in (None, info.step)], step, found)
     else:
-        _prune(found, keep)
+        _prune(found, keep, *kept_by_recipe(folder), dry_run=dry_run)
 
 
 def _list(found: list[CheckpointInfo]) -> None:
@@ -80,17 +86,30 @@ def _verify(chosen: list[CheckpointInfo], step: int | None, found: list[Checkpoi
         raise CheckpointError(f"{damaged} of {len(chosen)} checkpoints are damaged")
 
 
-def _prune(found: list[CheckpointInfo], keep: int) -> None:
+def _prune(
+    found: list[CheckpointInfo], keep: int, keep_every: int | None, best: str | None, *, dry_run: bool
+) -> None:
     from trainforge.checkpoints import remove_checkpoint, verify_checkpoint
-    from trainforge.retention import newest_usable, retention
+    from trainforge.retention import best_of, newest_usable, retention
     from trainforge.units import format_bytes
 
-    old, newest = retention(found, keep), newest_usable(found)
+    old, newest = retention(found, keep, keep_every, best), newest_usable(found)
     if old and newest and (problems := verify_checkpoint(newest)):
         raise CheckpointError(
             f"nothing was deleted: the newest checkpoint, step {newest.step}, is damaged: {problems[0]}"
         )
     for info in old:
-        remove_checkpoint(info)
-        click.echo(f"deleted step {info.step} ({format_bytes(info.bytes)})")
-    click.echo(f"kept {', '.join(f'step {info.step}' for info in found if info not in old)}")
+        if not dry_run:
+            remove_checkpoint(info)
+        click.echo(
+            f"{'would delete' if dry_run else 'deleted'} step {info.step} ({format_bytes(info.bytes)})"
+        )
+    lowest = best_of(found, best)
+    for info in found:
+        if info not in old:
+            rules = {
+                "train.best": info is lowest,
+                "train.keep_every": keep_every and not info.step % keep_every,
+            }
+            why = " and ".join(rule for rule, holds in rules.items() if holds)
+            click.echo(f"kept step {info.step}{why and f' ({why})'}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainforge.cli.group import debug_option
-from trainforge.cli.shared import Choices, choice_options
+from trainforge.cli.shared import Choices, choice_options, taken_out
 
 if TYPE_CHECKING:
     from trainforge.selection import Chosen
@@ -57,7 +56,7 @@ def _with_choices(tool: click.Command, name: str) -> click.Command:
         from trainforge.console import TerminalConsole
         from trainforge.plan_sizes import describe_model
 
-        made = Choices(**{field.name: values.pop(field.name) for field in fields(Choices)}).plan()
+        made = taken_out(values).plan()
         _, context = describe_model(made)
         context.console, context.cache_dir = TerminalConsole(), cache_dir()
         chosen = made.chosen["data"]

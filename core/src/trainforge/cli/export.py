@@ -23,16 +23,30 @@ from trainforge.cli.group import debug_option
     show_default=True,
     help="Of the weights in the files; the masters are fp32.",
 )
+@click.option(
+    "--lora",
+    type=click.Choice(["merged", "adapter"]),
+    default="merged",
+    show_default=True,
+    help="A run with model.lora: its adapters added to the model, or alone.",
+)
 @click.option("--force", is_flag=True, help="Rename an OUT that is not empty to OUT.old-N.")
 @debug_option
-def export(run_dir: Path, out: Path, step: int | None, dtype: Literal["bf16", "fp32"], force: bool) -> None:
+def export(
+    run_dir: Path,
+    out: Path,
+    step: int | None,
+    dtype: Literal["bf16", "fp32"],
+    lora: Literal["merged", "adapter"],
+    force: bool,
+) -> None:
     """Write the model of the run folder RUN into the folder OUT.
 
     With the standard model plugin that is a Hugging Face folder: safetensors, configuration, tokenizer and a model
-    card to fill in. It needs no accelerator, and memory for a few tensors only.
+    card to fill in; with --lora adapter, a folder for peft. It needs no accelerator, and memory for a few tensors only.
     """
     from trainforge.console import TerminalConsole
     from trainforge.exporting import export_run
 
-    digest = export_run(run_dir, out, TerminalConsole(), step=step, dtype=dtype, force=force)
+    digest = export_run(run_dir, out, TerminalConsole(), step=step, dtype=dtype, lora=lora, force=force)
     click.echo(f"exported to {out} ({dtype}, weights_digest {digest})")

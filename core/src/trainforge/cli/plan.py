@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainforge.cli.group import debug_option
-from trainforge.cli.shared import Choices, choice_options
+from trainforge.cli.shared import with_choices
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from trainforge.cli.shared import Choices
     from trainforge.plan_sizes import PlanSizes
     from trainforge.planning import Plan
 
 
 @click.command()
-@choice_options
+@with_choices
 @click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks to plan for.")
 @click.option("--no-sizes", is_flag=True, help="Only selection and configuration: at once, without torch.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @debug_option
-def plan(
-    recipe: Path | None,
-    plugins: tuple[str, ...],
-    only: bool,
-    without: tuple[str, ...],
-    stage: tuple[str, ...],
-    overrides: tuple[str, ...],
-    nproc: int,
-    no_sizes: bool,
-    as_json: bool,
-) -> None:
+def plan(choices: Choices, nproc: int, no_sizes: bool, as_json: bool) -> None:
     """Show what a run would do.
 
     Who serves each stage and who chose it, the effective recipe, and what it needs: parameters and bytes per tier.
     """
-    made = Choices(recipe, plugins, only, without, stage, overrides).plan(world=nproc)
+    made = choices.plan(world=nproc)
     sizes = None if no_sizes else _sizes(made, nproc)
     if as_json:
         click.echo(json.dumps({**made.as_dict(), "sizes": sizes and sizes.as_dict()}, indent=2))

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainforge.cli.group import arguments, debug_option, exit_code
-from trainforge.cli.shared import Choices, choice_options
+from trainforge.cli.shared import with_choices
 from trainforge.errors import ConfigError
 from trainforge.options import RunOptions
 
 if TYPE_CHECKING:
+    from trainforge.cli.shared import Choices
     from trainforge.planning import Plan
 
 
 @click.command()
-@choice_options
+@with_choices
 @click.option(
     "--run-dir", type=click.Path(path_type=Path, file_okay=False), help="Run folder [default: runs/NAME]."
 )
@@ -48,12 +49,7 @@ if TYPE_CHECKING:
 def run(
     ctx: click.Context,
     /,
-    recipe: Path | None,
-    plugins: tuple[str, ...],
-    only: bool,
-    without: tuple[str, ...],
-    stage: tuple[str, ...],
-    overrides: tuple[str, ...],
+    choices: Choices,
     nproc: int | None,
     nnodes: int,
     node_rank: int,
@@ -70,7 +66,6 @@ def run(
     from trainforge.ranks import Ranks, limit_spinning
 
     limit_spinning()
-    choices = Choices(recipe, plugins, only, without, stage, overrides)
     more = [] if devices is None else [f"run.devices={_devices(devices)}"]
     ranks = Ranks.from_environment()
     planned_world = ranks.world if ranks.world > 1 else (nproc or 1) * nnodes

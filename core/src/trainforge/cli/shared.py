@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,6 +42,21 @@ class Choices:
             overrides=[*self.overrides, *more],
             world=world,
         )
+
+
+def with_choices(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a function the argument RECIPE and the options of `Choices`; it is called with them as one `choices`."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return function(*arguments, choices=taken_out(options), **options)
+
+    return choice_options(call)
+
+
+def taken_out(options: dict[str, Any]) -> Choices:
+    """Take what `choice_options` has added out of a command's options."""
+    return Choices(**{field.name: options.pop(field.name) for field in fields(Choices)})
 
 
 def choice_options(command: Command) -> Command:

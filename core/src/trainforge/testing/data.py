@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import string
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,30 @@ if TYPE_CHECKING:
 
     from trainforge.context import Context
     from trainforge.testing.reference import ReferenceSection
+
+
+LETTERS = f"{string.ascii_letters} .,;:!?'-"
+"""What the reference tokenizer knows: token i is letter i."""
+
+
+class LetterTokenizer:
+    """A token for each letter; what is no letter of its own gives none. The samples above are no text of it."""
+
+    def __init__(self, config: ReferenceSection) -> None:
+        text = LETTERS if config.letters is None else Path(config.letters).read_text("utf-8")
+        self.letters = text[: config.vocab]
+
+    def encode(self, text: str) -> list[int]:
+        """The places of its letters."""
+        return [self.letters.index(letter) for letter in text if letter in self.letters]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The letters at these places."""
+        return "".join(self.letters[token] for token in ids)
+
+    def save(self, out: Path) -> None:
+        """Write letters.txt."""
+        (out / "letters.txt").write_text(self.letters, encoding="utf-8")
 
 
 class SyntheticData(Data):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trainforge.errors import ConfigError
 from trainforge.seeding import derive_seed
 from trainforge.stages import Batch, Extent, ModelSpec, ParameterSpec
 from trainforge.testing.reference import TinyModelSection
+from trainforge.toolbox.parameters import round_to_bf16
 
 
 class TinyBlock(nn.Module):
@@ -106,8 +112,22 @@ class TinyModel(ModelSpec):
             active -= self.config.vocab * self.config.width
         return 6.0 * active + 6.0 * self.config.layers * tokens * self.config.width
 
+    def export(self, out: Path, weights: Callable[[str], Tensor], dtype: Literal["bf16", "fp32"]) -> None:
+        """Write the bytes of each parameter into a file of its name; `folder` of the section reads them."""
+        for spec in self.parameters:
+            value = weights(spec.name).flatten()
+            if dtype == "bf16":
+                rounded = torch.empty(value.shape, dtype=torch.bfloat16)
+                round_to_bf16(value, rounded)
+                value = rounded
+            (out / f"{spec.name}.{dtype}").write_bytes(value.view(torch.uint8).numpy().tobytes())
+
     def load(self, name: str, out: Tensor, extent: Extent) -> None:
-        """Fill from a generator seeded by (seed, name); norms start near 1, biases near 0."""
+        """Fill from `folder`, or a generator seeded by (seed, name): norms start near 1, biases near 0."""
+        if self.config.folder is not None:
+            values = _exported(Path(self.config.folder), name)
+            out.copy_(values[extent.offset : extent.offset + extent.length])
+            return
         generator = torch.Generator().manual_seed(derive_seed(self._seed, "weights", name))
         values = torch.randn(extent.global_shape, generator=generator).flatten()
         values = 1 + 0.1 * values if "norm" in name else 0.2 * values
@@ -122,3 +142,14 @@ class TinyModel(ModelSpec):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[n, vocab]`."""
         return self.module.head(hidden)  # type: ignore[no-any-return]
+
+
+def _exported(folder: Path, name: str) -> Tensor:
+    """A parameter that was exported, flat."""
+    for dtype, suffix in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        file = folder / f"{name}.{suffix}"
+        if file.is_file():
+            return torch.frombuffer(bytearray(file.read_bytes()), dtype=dtype)
+    raise ConfigError(
+        f"model.folder: {folder} holds no {name}: name a folder that the tiny model was exported to"
+    )

@@ -21,6 +21,7 @@ class ReferenceSection(Section):
     vocab: int = Field(61, ge=2, description="ids lie below this")
     silent_every: int = Field(7, ge=0, description="one sample in so many has no supervised token; 0: none")
     validation: int = Field(5, ge=0, description="validation samples")
+    letters: str | None = Field(None, description="a file with the letters of the tokenizer, or null")
 
 
 class TinyModelSection(Section):
@@ -37,6 +38,7 @@ class TinyModelSection(Section):
     )
     freeze: tuple[str, ...] = Field((), description="names of parameters that are not trained")
     max_positions: int | None = Field(None, description="longest sequence, or null")
+    folder: str | None = Field(None, description="an exported model to start from, or null")
 
 
 @hookimpl
@@ -48,7 +50,7 @@ def forge_model() -> Provider:
 @hookimpl
 def forge_data() -> Provider:
     """The synthetic data."""
-    return Provider(build=_data, config=ReferenceSection)
+    return Provider(build=_data, config=ReferenceSection, tokenizer=_tokenizer)
 
 
 @hookimpl
@@ -85,6 +87,12 @@ def _data(ctx: Context, config: ReferenceSection) -> Any:
     from trainforge.testing.data import SyntheticData
 
     return SyntheticData(config, ctx)
+
+
+def _tokenizer(ctx: Context, config: ReferenceSection) -> Any:
+    from trainforge.testing.data import LetterTokenizer
+
+    return LetterTokenizer(config)
 
 
 def _memory(ctx: Context, config: ReferenceSection) -> Any:

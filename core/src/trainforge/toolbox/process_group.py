@@ -48,6 +48,10 @@ class Place(Protocol):
     def device(self) -> torch.device:
         """The device of this rank."""
 
+    @property
+    def doing(self) -> tuple[str, str]:
+        """(stage, what it is doing) at this moment, for the messages of other ranks."""
+
 
 class ProcessGroup:
     """The ranks of a run, once they have met.
@@ -58,13 +62,13 @@ class ProcessGroup:
         step: the step this rank is in, for messages; whoever steps keeps it up to date.
     """
 
-    def __init__(self, rank: int, world: int, store: Store, timeout_s: float) -> None:
-        self.rank, self.world, self.timeout_s = rank, world, timeout_s
+    def __init__(self, place: Place, store: Store, timeout_s: float) -> None:
+        self.rank, self.world, self.timeout_s = place.rank, place.world, timeout_s
         self.host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.step = 1
         self.failed = False
         self._calls = 0
-        self._pulse = _Pulse(rank, world, store, min(_BEAT_S, timeout_s / 10))
+        self._pulse = _Pulse(place, store, min(_BEAT_S, timeout_s / 10))
 
     @contextlib.contextmanager
     def collective(self, doing: str) -> Iterator[None]:
@@ -122,12 +126,13 @@ class ProcessGroup:
         if left:
             return f"{_ranks(left)} left the run {where}; what went wrong there is said there"
         if silent:
-            return f"{_ranks(silent)} ended or hangs {where}"
+            return f"{_ranks(silent)} ended or hangs {where}{self._pulse.last_signs_of(silent)}"
         if late:
             steps = ", ".join(f"step {self._pulse.seen[rank]['step']}" for rank in late)
             return (
                 f"{_ranks(late)} did not reach step {self.step} ({doing}) within {format_seconds(waited_s)}, being "
-                f"still at {steps}; if that can be, raise the timeout of the comm plugin"
+                f"still at {steps}{self._pulse.last_signs_of(late)}. If that can be, raise the timeout of the comm "
+                "plugin"
             )
         return f"the ranks lost each other {where}: {str(error).splitlines()[0]}"
 
@@ -138,12 +143,12 @@ class _Pulse:
     `seen` holds the latest beat of every rank: `beat` counts up while the process lives, `calls` counts collectives.
     """
 
-    def __init__(self, rank: int, world: int, store: Store, every_s: float) -> None:
-        self.rank, self.every_s = rank, every_s
+    def __init__(self, place: Place, store: Store, every_s: float) -> None:
+        self.rank, self.every_s = place.rank, every_s
         self.seen: dict[int, dict[str, Any]] = {}
-        self._others = [other for other in range(world) if other != rank]
-        self._store = store
-        self._mine = {"beat": 0, "calls": 0, "step": 1, "left": False}
+        self._others = [other for other in range(place.world) if other != place.rank]
+        self._store, self._place = store, place
+        self._mine: dict[str, Any] = {"beat": 0, "calls": 0, "step": 1, "left": False}
         self._ended = threading.Event()
         self._publish()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
@@ -179,12 +184,20 @@ class _Pulse:
         late = [rank for rank, beat in self.seen.items() if beat["calls"] < self._mine["calls"]]
         return left, silent, late
 
+    def last_signs_of(self, ranks: Sequence[int]) -> str:
+        """What ranks were doing when last seen, as the end of a sentence."""
+        signs = {rank: self.seen[rank]["doing"] for rank in ranks if rank in self.seen}
+        return "".join(
+            f"; rank {rank} was last seen {doing} (stage {stage})" for rank, (stage, doing) in signs.items()
+        )
+
     def _look(self) -> dict[int, dict[str, Any]]:
         self.seen = {rank: json.loads(self._store.get(f"pulse/{rank}")) for rank in self._others}
         return self.seen
 
     def _publish(self) -> None:
         self._mine["beat"] += 1
+        self._mine["doing"] = self._place.doing
         self._store.set(f"pulse/{self.rank}", json.dumps(self._mine))
 
     def _run(self) -> None:
@@ -228,7 +241,7 @@ def start_process_group(place: Place, timeout_s: float) -> ProcessGroup:
         timeout=patience,
         device_id=device,
     )
-    return ProcessGroup(place.rank, place.world, store, timeout_s)
+    return ProcessGroup(place, store, timeout_s)
 
 
 def _backend(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""The model plugin `hf`: a causal language model of transformers, or a module of the user's own.
+"""The model plugin `hf`: a language or image-text-to-text model of transformers, or a module of the user's own.
 
 The recipe's `model` section says which one: a folder or hub id (`hf`), a configuration with random weights
 (`config`), or a function of the user's (`factory`). This module is cheap to import; transformers is imported when
@@ -7,10 +7,12 @@ the model is built.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from trainforge.errors import UserError
 from trainforge.hookspecs import hookimpl
 from trainforge.provider import Provider, Section
 
@@ -37,7 +39,7 @@ class LoraSection(Section):
 
 
 class ModelSection(Section):
-    """Which model is trained. Exactly one of `hf`, `config` and `factory`."""
+    """Which model is trained. One of `hf`, `config` and `factory`; `init_from` alone takes the other run's model."""
 
     hf: str | None = Field(
         None, description="a folder with a transformers model, or an id on the Hugging Face hub"
@@ -47,6 +49,18 @@ class ModelSection(Section):
     )
     factory: str | None = Field(
         None, description="`package.module:function` that returns a torch module or a ModelSpec of yours"
+    )
+    init_from: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="start from the weights that another run has trained: its folder, `RUN@STEP`, `RUN@best` (lowest "
+        "validation loss), or a checkpoint's folder; without a step the newest, and the step is written down. "
+        "Optimizer, counters and data start anew. Adapters are taken over by a run with the same `lora`, and added "
+        "to the weights otherwise",
+    )
+    trust_remote_code: bool = Field(
+        False,
+        description="run the Python files that a model folder brings (`auto_map` in its config.json), and those that "
+        "its tokenizer brings: they can do anything that you can",
     )
     freeze: tuple[Pattern, ...] = Field(
         (),
@@ -69,6 +83,21 @@ class ModelSection(Section):
     experts: Experts = Field(
         "auto", description="how the experts of a Mixture-of-Experts model are multiplied"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settled(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or not isinstance(values.get("init_from"), str):
+            return values
+        from trainforge_plugins.hf.init_from import settled
+
+        try:
+            return settled(values)
+        except UserError as error:
+            raise ValueError(
+                f"init_from: {error}. (A run that has checkpoints of its own goes on without that run when it is "
+                "started from the recipe.yaml in its own folder)"
+            ) from None
 
     @field_validator("config")
     @classmethod
@@ -104,7 +133,7 @@ class ModelSection(Section):
         if not given:
             raise ValueError(
                 "say which model to train: hf (a folder or hub id), config (an architecture with random weights) "
-                "or factory (a function of yours)"
+                "or factory (a function of yours); or init_from (a run that you have trained)"
             )
         return self
 
@@ -131,6 +160,10 @@ def build(ctx: Context, config: ModelSection) -> ModelSpec:
         from trainforge_plugins.hf.lora import add_adapters
 
         add_adapters(spec, config.lora, ctx.run.seed)
+    if config.init_from is not None:
+        from trainforge_plugins.hf.init_from import start_from
+
+        start_from(ctx, spec, config)
     return spec
 
 

@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from trainforge.errors import ConfigError
 from trainforge.stages import ParameterSpec
 from trainforge.toolbox.parameters import round_to_bf16
+from trainforge_plugins.hf.own_code import comes_from_a_folder, copy_code
 from trainforge_plugins.hf.safetensors_files import Layout, SafetensorsFiles
 
 Weights = Callable[[str], Tensor]
@@ -51,6 +52,8 @@ def export_folder(
     """
     target = torch.bfloat16 if dtype == "bf16" else torch.float32
     _write_configuration(model, folder, target, out)
+    if folder is not None and comes_from_a_folder(type(model)):
+        copy_code(folder, out)
     names = stored_names(model, parameters)
     keeps = _keeps_dtype(model)
     groups = _groups(model, names, blocks)
@@ -119,6 +122,8 @@ def _write_configuration(model: Any, folder: Path | None, dtype: torch.dtype, ou
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
+    if getattr(config, "auto_map", None) is not None and not comes_from_a_folder(type(model)):
+        del config.auto_map  # names files that were not used and do not come along
     config.save_pretrained(out)
     name = "generation_config.json"
     if folder is not None and (folder / name).is_file():

@@ -14,7 +14,14 @@ from trainforge.context import Context
 from trainforge.errors import ConfigError
 from trainforge.stages import Batch, Extent, ModelSpec
 from trainforge_plugins.hf import ModelSection, structure
-from trainforge_plugins.hf.initial import InitialWeights, Merged, RandomWeights, Weights, module_initialiser
+from trainforge_plugins.hf.initial import (
+    InitialWeights,
+    Merged,
+    RandomWeights,
+    Weights,
+    WriteAdapters,
+    module_initialiser,
+)
 from trainforge_plugins.hf.skeleton import parameters_on_meta
 
 
@@ -78,7 +85,8 @@ class FactoryModel(ModelSpec):
                 name.startswith(tuple(f"{head}." for head in heads)) for name in (spec.name, *spec.aliases)
             )
         )
-        self.adapters = ""
+        self.adapters = self.source = self.origin = ""
+        self.write_adapters: WriteAdapters | None = None
         self.merged: Callable[[Weights], Merged] = lambda weights: (self.module, self.parameters, weights)
         self.weights_source: InitialWeights = RandomWeights(module, seed, module_initialiser)
         self.index_parameters()
@@ -96,6 +104,14 @@ class FactoryModel(ModelSpec):
         """Fill `out` with a span of the parameter's initial weights."""
         self.weights_source.fill(self._specs[name], out, extent)
 
+    def load_buffers(self) -> None:
+        """Fill persistent buffers when the weights come from another run."""
+        self.weights_source.fill_buffers(self.module)
+
+    def close(self) -> None:
+        """Give back what the weights hold open."""
+        self.weights_source.close()
+
     def export(self, out: Path, weights: Callable[[str], Tensor], dtype: Literal["bf16", "fp32"]) -> None:
         """Write `model.safetensors`: the module's state, tied parameters once, for `safetensors.torch.load_model`.
 
@@ -105,6 +121,18 @@ class FactoryModel(ModelSpec):
 
         module, parameters, weights = self.merged(weights)
         export_module(module, parameters, out, weights, dtype)
+
+    def export_adapters(
+        self, out: Path, weights: Callable[[str], Tensor], dtype: Literal["bf16", "fp32"]
+    ) -> str:
+        """Write the adapters of `model.lora` as a folder for `peft.PeftModel.from_pretrained`.
+
+        Raises:
+            UserError: there are none, or what they belong to is in no folder.
+        """
+        if self.write_adapters is None:
+            return super().export_adapters(out, weights, dtype)
+        return self.write_adapters(out, weights, dtype)
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Run the module's `hidden`."""
@@ -122,7 +150,7 @@ class FactoryModel(ModelSpec):
         trained = sum(spec.elements for spec in self.parameters if spec.trainable)
         share = f", {trained:,} trainable" if trained != total else ""
         line = f"model: {type(self.module).__name__}, {total:,} parameters{share}"
-        return [line, self.adapters] if self.adapters else [line]
+        return [text for text in (line, self.adapters, self.origin) if text]
 
 
 def _imported(name: str) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ Weights = Callable[[str], Tensor]
 """A parameter's trained value by name, whole and on the CPU."""
 Merged = tuple[nn.Module, Sequence[ParameterSpec], Weights]
 """A model as others know it: its module, its parameters, and what gives their values."""
+WriteAdapters = Callable[[Path, Weights, Literal["bf16", "fp32"]], str]
+"""Writes adapters alone into a folder, and gives the name of the model that they belong to."""
 
 
 class InitialWeights(Protocol):
@@ -28,6 +31,9 @@ class InitialWeights(Protocol):
 
     def fill_buffers(self, module: nn.Module) -> None:
         """Fill those persistent buffers of `module` that it has values for."""
+
+    def close(self) -> None:
+        """Give back what is open."""
 
 
 class RandomWeights:
@@ -56,6 +62,9 @@ class RandomWeights:
 
     def fill_buffers(self, module: nn.Module) -> None:
         """Leave them as the module's constructor made them."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     @torch.no_grad()
     def _draw(self, spec: ParameterSpec) -> Tensor:

@@ -14,25 +14,27 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from trainforge.errors import ConfigError
+from trainforge.errors import ConfigError, UserError
 from trainforge.seeding import derive_seed
 from trainforge.stages import Extent, ParameterSpec
 from trainforge.wording import counted, did_you_mean, listed
+from trainforge_plugins.hf.adapter_folder import ADAPTER, write_adapters
 from trainforge_plugins.hf.freeze import mark
 from trainforge_plugins.hf.skeleton import parameters_on_meta
 
 if TYPE_CHECKING:
     from trainforge.stages import ModelSpec
     from trainforge_plugins.hf import LoraSection
+    from trainforge_plugins.hf.factory import FactoryModel
     from trainforge_plugins.hf.initial import InitialWeights, Weights
-
-ADAPTER = "default"
-"""What peft calls an adapter that nobody named."""
+    from trainforge_plugins.hf.spec import HuggingFaceModel
 
 
 def base_name(name: str) -> str:
@@ -81,9 +83,27 @@ def add_adapters(spec: ModelSpec, section: LoraSection, seed: int) -> None:
     model.index_parameters()
     mark(model.module, model.parameters)
     model.merged = lambda weights: (plain, tuple(base.values()), _merging(model.module, wrapped, weights))
+    model.write_adapters = partial(_write_apart, model, config, plain)
     endings = {name.rpartition(".")[2] for name in layers}
     where = f"{counted(len(layers), 'layer')} ({listed(endings)})"
     model.adapters = f"lora: rank {section.rank} on {where}; all else is frozen"
+
+
+def _write_apart(
+    model: HuggingFaceModel | FactoryModel,
+    config: Any,
+    plain: nn.Module,
+    out: Path,
+    weights: Weights,
+    dtype: Literal["bf16", "fp32"],
+) -> str:
+    if not model.source:
+        raise UserError(
+            "the adapters of this run belong to weights that no model folder holds (random ones, or those of another "
+            "run): leave out --lora adapter, which exports them added to those weights"
+        )
+    write_adapters(config, model.source, plain, model.parameters, out, weights, dtype)
+    return model.source
 
 
 class AdapterWeights:
@@ -113,6 +133,10 @@ class AdapterWeights:
     def fill_buffers(self, module: nn.Module) -> None:
         """Fill persistent buffers that the base model's weights hold."""
         self.base.fill_buffers(module)
+
+    def close(self) -> None:
+        """Give back what the base model's weights hold open."""
+        self.base.close()
 
 
 def _merging(module: nn.Module, wrapped: set[str], weights: Weights) -> Weights:

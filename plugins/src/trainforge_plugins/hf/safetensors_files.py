@@ -46,20 +46,27 @@ class Layout:
 
 
 class SafetensorsFiles:
-    """The weights of a model folder: `model.safetensors`, or shards and their index. Call `write` once per tensor.
+    """The weights of a folder: `model.safetensors`, or shards and their index. Call `write` once per tensor.
 
     Args:
         out: the folder.
         layouts: every tensor by key, in the order in which shards are filled.
         metadata: for the header of each file.
+        single: the name of the one file, for what is never cut into shards; None for a model's.
     """
 
-    def __init__(self, out: Path, layouts: Mapping[str, Layout], metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        out: Path,
+        layouts: Mapping[str, Layout],
+        metadata: Mapping[str, str],
+        single: str | None = None,
+    ) -> None:
         self._layouts = layouts
         self._places: dict[str, tuple[Path, int]] = {}
-        shards = _shards(layouts)
+        shards = _shards(layouts) if single is None else [list(layouts)]
         for number, keys in enumerate(shards, start=1):
-            name = f"model-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else "model"
+            name = f"model-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else single or "model"
             self._begin(out / f"{name}.safetensors", keys, metadata)
         if len(shards) > 1:
             self._write_index(out / "model.safetensors.index.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import fcntl
 import os
@@ -13,12 +14,16 @@ from trainforge.context import Context
 from trainforge.errors import ConfigError
 from trainforge_plugins.hf import structure
 
+_CODE = "*.py"
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.txt")
 _PROBE_SECONDS = 10.0
 
 
-def folder_of(ctx: Context, name: str) -> Path:
+def folder_of(ctx: Context, name: str, code: bool = False) -> Path:
     """The local folder of a model: as given, or downloaded from the hub (once per host; safetensors only).
+
+    Args:
+        code: download Python files too.
 
     Raises:
         ConfigError: there is no such folder and the id cannot be fetched.
@@ -35,14 +40,14 @@ def folder_of(ctx: Context, name: str) -> Path:
     ctx.cache_dir.mkdir(parents=True, exist_ok=True)
     with (ctx.cache_dir / "hub.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _downloaded(ctx, name)
+        return _downloaded(ctx, name, code)
 
 
-def _downloaded(ctx: Context, name: str) -> Path:
+def _downloaded(ctx: Context, name: str, code: bool) -> Path:
     import huggingface_hub
     from huggingface_hub import HfApi, snapshot_download
 
-    patterns = list(_WANTED)
+    patterns = [*_WANTED, _CODE] if code else list(_WANTED)
     try:
         if not huggingface_hub.is_offline_mode():
             HfApi().model_info(name, timeout=_PROBE_SECONDS)
@@ -60,8 +65,8 @@ def _downloaded(ctx: Context, name: str) -> Path:
         ) from None
 
 
-def config_of_folder(path: Path) -> Any:
-    """The configuration in a model folder. Nothing is fetched and no code in the folder runs.
+def config_of_folder(path: Path, code: bool = False) -> Any:
+    """The configuration in a model folder. Nothing is fetched; code in the folder runs only with `code`.
 
     Raises:
         ConfigError: transformers does not know the architecture, or the configuration is broken.
@@ -69,7 +74,7 @@ def config_of_folder(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(os.fspath(path), local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(os.fspath(path), local_files_only=True, trust_remote_code=code)
     except Exception as error:
         raise ConfigError(f"model.hf: {path / 'config.json'} cannot be used: {_first_line(error)}") from None
     method = getattr(config, "quantization_config", None)
@@ -93,25 +98,37 @@ def config_of_values(values: dict[str, Any]) -> Any:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    values = dict(values)
+    values = copy.deepcopy(values)  # configurations take parts of it apart
     model_type = values.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(
             f"model.config: unknown model_type {model_type!r}{_nearest(model_type, CONFIG_MAPPING)}"
         )
     config_class = CONFIG_MAPPING[model_type]
+    _check_keys(config_class, model_type, values)
     try:
-        fields = {name for parent in config_class.__mro__ for name in getattr(parent, "__annotations__", {})}
-        known = set(config_class().to_dict()) | set(config_class.attribute_map) | fields | _OTHER_KEYS
-    except Exception:
-        known = set(values)
-    for key in values:
-        if key not in known:
-            raise ConfigError(f"model.config: {model_type} has no key {key!r}{_nearest(key, known)}")
-    try:
-        return config_class(**values)
+        config = config_class(**values)
     except Exception as error:
         raise ConfigError(f"model.config: {_first_line(error)}") from None
+    for part in config_class.sub_configs:
+        given = values.get(part)
+        if isinstance(given, dict):
+            _check_keys(type(getattr(config, part)), part, given)
+    return config
+
+
+def _check_keys(config_class: Any, name: str, values: dict[str, Any]) -> None:
+    """Refuse keys that the configuration class, or a part of a configuration called `name`, does not have."""
+    try:
+        fields = {
+            field for parent in config_class.__mro__ for field in getattr(parent, "__annotations__", {})
+        }
+        known = set(config_class().to_dict()) | set(config_class.attribute_map) | fields | _OTHER_KEYS
+    except Exception:
+        return
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"model.config: {name} has no key {key!r}{_nearest(key, known)}")
 
 
 def check_sizes(config: Any) -> None:

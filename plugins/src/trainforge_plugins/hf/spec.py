@@ -1,9 +1,8 @@
-"""`HuggingFaceModel`: a causal language model of transformers as a `ModelSpec`."""
+"""`HuggingFaceModel`: a causal language or image-text-to-text model of transformers as a `ModelSpec`."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -12,21 +11,23 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from trainforge.context import Context
 from trainforge.errors import ConfigError, IncompatibleError
-from trainforge.stages import Batch, Extent, ModelSpec
-from trainforge_plugins.hf import ModelSection, attention, flops, structure
+from trainforge.stages import Batch, Extent, ModelSpec, ParameterSpec
+from trainforge_plugins.hf import ModelSection, attention, flops, own_code, structure, vision
 from trainforge_plugins.hf.head import OutputHead
 from trainforge_plugins.hf.initial import (
     InitialWeights,
     Merged,
     RandomWeights,
     Weights,
+    WriteAdapters,
     transformers_initialiser,
 )
+from trainforge_plugins.hf.own_code import OwnClass
 from trainforge_plugins.hf.skeleton import parameters_on_meta
 from trainforge_plugins.hf.source import check_sizes, config_of_folder, config_of_values, folder_of
 from trainforge_plugins.hf.weights import FolderWeights
@@ -41,14 +42,25 @@ def build_transformers(ctx: Context, section: ModelSection) -> HuggingFaceModel:
         ConfigError: it cannot be found, built or read.
     """
     with _quiet():
-        folder = None if section.hf is None else folder_of(ctx, section.hf)
-        config = config_of_values(section.config or {}) if folder is None else config_of_folder(folder)
+        folder = None if section.hf is None else folder_of(ctx, section.hf, section.trust_remote_code)
+        own = None
+        if folder is None:
+            config = config_of_values(section.config or {})
+        elif own_code.runs_code(ctx, folder, section.trust_remote_code):
+            with own_code.turn(ctx):
+                config = config_of_folder(folder, code=True)
+            own = own_code.class_of(ctx, config, folder)
+        else:
+            config = config_of_folder(folder)
         check_sizes(config.get_text_config())
-        return HuggingFaceModel(config, folder, section, ctx.run.seed, ctx.device)
+        return HuggingFaceModel(config, folder, section, ctx.run.seed, ctx.device, own)
 
 
 class HuggingFaceModel(ModelSpec):
-    """A causal language model of transformers, without weights.
+    """A causal language model or image-text-to-text model of transformers, without weights.
+
+    `blocks` of a model with a vision tower are the tower's, then the decoder's. A batch without images runs the
+    decoder's alone, and the tower gets no gradient from it.
 
     Args:
         config: its transformers configuration.
@@ -56,23 +68,32 @@ class HuggingFaceModel(ModelSpec):
         section: the recipe's `model` section.
         seed: of the random weights.
         device: what the model will run on.
+        own: the class that the folder's own code defines, when that is to run.
     """
 
     def __init__(
-        self, config: Any, folder: Path | None, section: ModelSection, seed: int, device: torch.device
+        self,
+        config: Any,
+        folder: Path | None,
+        section: ModelSection,
+        seed: int,
+        device: torch.device,
+        own: OwnClass | None = None,
     ) -> None:
         self.config, self.folder = config, folder
+        self.source = _source(section.hf)
         self.text = config.get_text_config()
-        model_class = _model_class(config)
+        auto = vision.auto_class(config) if own is None else own.auto
+        model_class = vision.model_class(config, auto) if own is None else own.model
         self.attention = attention.choose(section.attn, model_class, self.text, device)
-        self.module = model = _empty_model(config, self.attention.registered, section.experts)
+        names = vision.attention_names(config, self.attention.registered, self.attention.kernel)
+        self.module = model = _empty_model(auto, config, names, section.experts, own is not None)
         self.base_name, base = _base_model(model)
-        layers = structure.number(self.text, ("num_hidden_layers", "n_layer", "num_layers"))
-        found = structure.find_blocks(base, layers, model._no_split_modules or ())
-        self.blocks = tuple(f"{self.base_name}.{name}" for name in found)
+        self.parts = vision.parts_of(model, self.base_name, auto is AutoModelForImageTextToText)
+        self.blocks = vision.find_blocks(model, self.parts)
         heads = [name for name, _ in model.named_children() if name != self.base_name]
         self.parameters = structure.describe_parameters(
-            model, self.blocks, heads, structure.expert_count(self.text)
+            model, self.blocks, heads, structure.expert_count(self.text), self.parts
         )
         if section.experts != "auto" and not any(spec.experts for spec in self.parameters):
             raise ConfigError(
@@ -84,7 +105,8 @@ class HuggingFaceModel(ModelSpec):
         self.max_positions = structure.number(
             self.text, ("max_position_embeddings", "n_positions", "max_seq_len")
         )
-        self.adapters = ""
+        self.adapters = self.origin = ""
+        self.write_adapters: WriteAdapters | None = None
         self.merged: Callable[[Weights], Merged] = lambda weights: (self.module, self.parameters, weights)
         self.weights_source: InitialWeights = (
             RandomWeights(model, seed, transformers_initialiser)
@@ -92,7 +114,7 @@ class HuggingFaceModel(ModelSpec):
             else FolderWeights(model, folder, self.parameters)
         )
         self.index_parameters()
-        self._base_options = set(inspect.signature(type(base).forward).parameters)
+        self._further = vision.FurtherInputs(base, config)
         self._balance = self._balancing()
         self._stateful = _carries_state(model, self.text)
         self._check_head()
@@ -103,9 +125,14 @@ class HuggingFaceModel(ModelSpec):
         self._head = OutputHead(self.module, self.base_name)
 
     def flops_per_token(self, tokens: int) -> float:
-        """Model FLOPs per token: 6 per active parameter (4 when it is frozen), and causal attention."""
-        active = flops.active_parameters(self.parameters, self.head_parameters, self.text)
-        frozen = [spec for spec in self.parameters if not spec.trainable]
+        """Model FLOPs per token: 6 per active parameter (4 when it is frozen), and causal attention.
+
+        Of a model that reads images the language model alone is counted: how often the vision tower is gone
+        through depends on the images and not on the number of tokens.
+        """
+        language = self._language()
+        active = flops.active_parameters(language, self.head_parameters, self.text)
+        frozen = [spec for spec in language if not spec.trainable]
         spared = flops.active_parameters(frozen, self.head_parameters, self.text)
         return 6.0 * active - 2.0 * spared + flops.attention_flops(self.text, tokens)
 
@@ -117,20 +144,25 @@ class HuggingFaceModel(ModelSpec):
         """Fill persistent buffers from the model folder."""
         self.weights_source.fill_buffers(self.module)
 
+    def close(self) -> None:
+        """Give back what the weights hold open."""
+        self.weights_source.close()
+
     def hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Run the base model.
 
+        `batch.inputs` go to the keywords of the base model's forward that they are called by (pixel values, grids).
+
         Raises:
-            IncompatibleError: rows hold several documents and the model cannot keep them apart.
+            IncompatibleError: rows hold several documents and the model cannot keep them apart, or it does not take
+                an input.
         """
         base = self.module.get_submodule(self.base_name)
-        options: dict[str, Any] = {"use_cache": False, **batch.inputs}
-        if "position_ids" in self._base_options:
-            options["position_ids"] = batch.position_ids
+        options: dict[str, Any] = {"use_cache": False, **self._further.options(batch)}
         if self.attention.own_masks:
             # Without a mask transformers would look for packed rows in the position ids, which asks the device.
             options["attention_mask"] = torch.ones_like(batch.input_ids)
-        elif batch.document_ids is not None and "position_ids" not in self._base_options:
+        elif batch.document_ids is not None and "position_ids" not in self._further.accepted:
             self._refuse_documents(batch.document_ids)
         if batch.document_ids is not None and self._stateful:
             self._refuse_documents(batch.document_ids)
@@ -155,24 +187,44 @@ class HuggingFaceModel(ModelSpec):
         with _quiet():
             export_folder(module, self.folder, parameters, self.blocks, out, weights, dtype)
 
+    def export_adapters(
+        self, out: Path, weights: Callable[[str], Tensor], dtype: Literal["bf16", "fp32"]
+    ) -> str:
+        """Write the adapters of `model.lora` as a folder for `peft.PeftModel.from_pretrained`.
+
+        Raises:
+            UserError: there are none, or what they belong to is in no folder.
+        """
+        if self.write_adapters is None:
+            return super().export_adapters(out, weights, dtype)
+        return self.write_adapters(out, weights, dtype)
+
     def start_report(self) -> list[str]:
         """How many parameters there are and how attention and experts are computed."""
         total = sum(spec.elements for spec in self.parameters)
         trainable = sum(spec.elements for spec in self.parameters if spec.trainable)
-        active = flops.active_parameters(self.parameters, self.head_parameters, self.text)
+        active = flops.active_parameters(self._language(), self.head_parameters, self.text)
         counts = f"{_count(total)} parameters"
         if trainable != total:
             counts += f", {_count(trainable)} trainable"
         if any(spec.experts for spec in self.parameters):
             counts += f", {_count(active)} used by each token"
         kind = self.config.model_type
-        lines = [f"model: {kind}, {len(self.blocks)} blocks, {counts}"]
-        if self.adapters:
-            lines.append(self.adapters)
+        seeing = sum(name.startswith(f"{self.parts.tower}.") for name in self.blocks)
+        blocks = (
+            f"{seeing} vision and {len(self.blocks) - seeing} decoder" if seeing else str(len(self.blocks))
+        )
+        lines = [f"model: {kind}, {blocks} blocks, {counts}"]
+        lines += [text for text in (self.adapters, self.origin) if text]
         lines.append(f"attention: {self.attention.kernel} ({self.attention.reason})")
         if self._stateful:
             lines.append(f"model: {kind} carries state along a row, so rows must hold one document each")
         return lines
+
+    def _language(self) -> list[ParameterSpec]:
+        """Parameters of the language model and its head."""
+        inside = (f"{self.parts.language}.", *self.head_parameters)
+        return [spec for spec in self.parameters if spec.name.startswith(inside)]
 
     def _head_parameters(self) -> tuple[str, ...]:
         inside = f"{self.base_name}."
@@ -239,12 +291,10 @@ class HuggingFaceModel(ModelSpec):
             )
 
 
-def _model_class(config: Any) -> type[PreTrainedModel]:
-    mapping = AutoModelForCausalLM._model_mapping
-    if type(config) not in mapping:
-        raise ConfigError(f"model: {config.model_type} has no causal language model in transformers")
-    found = mapping[type(config)]
-    return found[0] if isinstance(found, tuple | list) else found
+def _source(name: str | None) -> str:
+    """What `model.hf` names, so that it can be found from any folder: an id on the hub, or a whole path; else empty."""
+    path = Path(name or "").expanduser()
+    return str(path.resolve()) if name and path.is_dir() else name or ""
 
 
 def _base_model(model: PreTrainedModel) -> tuple[str, nn.Module]:
@@ -257,13 +307,16 @@ def _base_model(model: PreTrainedModel) -> tuple[str, nn.Module]:
     raise ConfigError(f"model: {type(model).__name__} has no base model apart from its output head")
 
 
-def _empty_model(config: Any, attn: str, experts: str) -> PreTrainedModel:
-    options: dict[str, Any] = {"attn_implementation": attn, "dtype": torch.float32}
+def _empty_model(
+    auto: Any, config: Any, attn: str | dict[str, str], experts: str, code: bool
+) -> PreTrainedModel:
+    options: dict[str, Any] = {"attn_implementation": attn, "dtype": torch.float32, "trust_remote_code": code}
     if experts != "auto":
         options["experts_implementation"] = experts
     try:
         with parameters_on_meta():
-            return AutoModelForCausalLM.from_config(config, **options)
+            model: PreTrainedModel = auto.from_config(config, **options)
+            return model
     except Exception as error:
         raise ConfigError(
             f"model: {config.model_type} cannot be built: {str(error) or type(error).__name__}"

@@ -1,10 +1,11 @@
-"""What a causal language model is made of: parameters in execution order, kinds, blocks, experts, ties."""
+"""What a language model is made of: parameters in execution order, kinds, blocks, experts, ties."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -56,16 +57,32 @@ def find_blocks(module: nn.Module, layers: int | None, block_classes: Iterable[s
     return tuple(f"{name}.{index}" if name else str(index) for index in range(len(blocks)))
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Dotted names of the language model below the head, and of the vision tower ("" when there is none)."""
+
+    language: str
+    tower: str = ""
+
+
 def describe_parameters(
-    module: nn.Module, blocks: Sequence[str], head_prefixes: Sequence[str], experts: int | None
+    module: nn.Module,
+    blocks: Sequence[str],
+    head_prefixes: Sequence[str],
+    experts: int | None,
+    parts: Parts | None = None,
 ) -> tuple[ParameterSpec, ...]:
     """Every distinct parameter in execution order: stem, blocks, final norm, head (within one: as registered).
+
+    Between the language model's stem (its embeddings) and its blocks comes the vision tower in the same order, and
+    what leads from the tower to the language model.
 
     Args:
         module: the whole model.
         blocks: names of its repeated blocks.
         head_prefixes: names of the modules that only the output head uses.
         experts: number of experts of its expert layers, or None.
+        parts: where language model and vision tower lie; None: all is the language model.
     """
     aliases: dict[int, list[str]] = defaultdict(list)
     first: dict[int, tuple[str, nn.Parameter]] = {}
@@ -74,12 +91,14 @@ def describe_parameters(
         first.setdefault(id(parameter), (name, parameter))
     block_of = {block: index for index, block in enumerate(blocks)}
     ranked = []
-    behind = False
+    behind: set[str] = set()  # parts whose blocks were met
     for place, (key, (name, parameter)) in enumerate(first.items()):
         owner_name, _, leaf = name.rpartition(".")
         owner = module.get_submodule(owner_name)
         block = _block_index(name, block_of)
-        behind = behind or block is not None
+        part = _part(name, parts)
+        if block is not None:
+            behind.add(part)
         spec = ParameterSpec(
             name,
             tuple(parameter.shape),
@@ -90,8 +109,27 @@ def describe_parameters(
             aliases=tuple(aliases[key][1:]),
         )
         head = any(name == prefix or name.startswith(prefix + ".") for prefix in head_prefixes)
-        ranked.append((_stage(spec, head, behind), -1 if block is None else block, place, spec))
-    return tuple(entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:3]))
+        stage = (
+            2 * (part in behind) if part == "tower" and block is None else _stage(spec, head, part in behind)
+        )
+        rank = (_RANKS.get(part, 0 if stage == 0 else 3), stage, -1 if block is None else block, place)
+        ranked.append((rank, spec))
+    return tuple(spec for _, spec in sorted(ranked, key=lambda entry: entry[0]))
+
+
+_RANKS = {"tower": 1, "between": 2}
+"""When the parts that only images go through have their turn: after the stem (0) of the language model."""
+
+
+def _part(name: str, parts: Parts | None) -> str:
+    """Which part a parameter belongs to: `tower`, `language` (with the head), or `between` the two."""
+    if parts is None or not parts.tower:
+        return "language"
+    if name.startswith(f"{parts.tower}."):
+        return "tower"
+    shared = parts.tower.rpartition(".")[0]
+    inside = name.startswith(f"{shared}.") and not name.startswith(f"{parts.language}.")
+    return "between" if inside else "language"
 
 
 def parameter_kind(owner: nn.Module, leaf: str, parameter: nn.Parameter) -> Kind:

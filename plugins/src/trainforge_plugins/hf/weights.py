@@ -138,6 +138,10 @@ class FolderWeights:
                 self.folder.read(self.sources[name].keys[0][0], value, 0)
                 buffer.copy_(value.view(buffer.shape))
 
+    def close(self) -> None:
+        """Close the folder's files."""
+        self.folder.close()
+
     def _sources(self) -> dict[str, _Source]:
         rules = get_model_conversion_mapping(self.model)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]

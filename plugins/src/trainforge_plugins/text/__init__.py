@@ -71,7 +71,7 @@ class TextSection(Section):
     columns: dict[str, str] = Field(
         {},
         description="conversations: what the columns are called: `prompt`, `query`, `response`, `system`, `history`, "
-        "`messages`, `tools`",
+        "`messages`, `tools`, `images`",
     )
     tags: dict[str, str] = Field(
         {},
@@ -86,6 +86,11 @@ class TextSection(Section):
         "`model.hf`, else bytes)",
     )
     max_len: int = Field(512, ge=2, description="tokens per row")
+    image_dir: Path | None = Field(
+        None,
+        description="conversations: the folder of images whose paths are relative; by default that of the file which "
+        "names them, or `dataset_dir`",
+    )
     template: str = Field(
         "auto",
         min_length=1,

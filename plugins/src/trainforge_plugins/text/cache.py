@@ -1,9 +1,10 @@
 """The token cache: a data set's tokens in one memory-mapped file, built once under a lock.
 
 A cache folder holds `index.json`, which names the data files that belong to it: all tokens one after the other; an
-int64 for each document: where it begins; and for conversations a byte for each token: whether it is to be learnt. Data
-files are written under other names, and the index is replaced last and in one go, so that a reader sees the old cache
-or the new one; files no index names are left from a build that was cut short and are removed by the next.
+int64 for each document: where it begins; for conversations a byte for each token: whether it is to be learnt; and the
+images of documents that have some (see `image_store`). Data files are written under other names, and the index is
+replaced last and in one go, so that a reader sees the old cache or the new one; files no index names are left from a
+build that was cut short and are removed by the next.
 """
 
 from __future__ import annotations
@@ -14,28 +15,31 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TextIO
 
 import numpy as np
-import xxhash
 
 from trainforge.context import Console
 from trainforge.errors import DataError
-from trainforge.units import format_bytes
+from trainforge.units import format_bytes, format_seconds
+from trainforge_plugins.text.cache_writer import CacheWriter
+from trainforge_plugins.text.image_store import ImageIndex, ImageWriter, changed_image
 from trainforge_plugins.text.ledger import RowLedger
-from trainforge_plugins.text.pool import tokenise_all, worker_count
+from trainforge_plugins.text.pool import WorkerError, tokenise_all, worker_count
 from trainforge_plugins.text.rendering import Rendering
 from trainforge_plugins.text.sources import Source
 from trainforge_plugins.text.tokenise import Reading
 from trainforge_plugins.text.tokenizers import Tokenizer
 from trainforge_plugins.text.units import cut_units
 
-VERSION = 2
+VERSION = 3
 READS_UNTIL_RELEASE = 64
+COUNTED_AT_ONCE = 1 << 24
+"""Labels that are looked at before their memory is given back: those of a large data set need not fit."""
 LOCK_POLL_S = 0.1
 HEAD_START_S = 2.0
 
@@ -74,6 +78,7 @@ class TokenCache:
         top: the largest token id, and the row where it first stands.
         ledger: the row ledger of the build.
         conversations: whether the documents are conversations, with labels.
+        images: the images of the documents that have some.
     """
 
     def __init__(self, folder: Path, index: dict[str, Any]) -> None:
@@ -87,16 +92,15 @@ class TokenCache:
         self._tokens = np.frombuffer(self._maps[0], np.dtype(index["dtype"]))
         self._starts = np.frombuffer(self._maps[1], np.int64)
         self.conversations = self._labels is not None
+        self.images = ImageIndex(folder, index)
         self._reads = 0
+        self._supervised: int | None = None
 
     def read(self, begin: int, end: int) -> np.ndarray:
         """The tokens from `begin` up to `end`, int64, copied. Reads past the last token give fewer."""
         self._reads += 1
         if self._reads % READS_UNTIL_RELEASE == 0:
-            for (
-                mapped
-            ) in self._maps:  # pages stay in the system's cache, but no longer count as this process's
-                mapped.madvise(mmap.MADV_DONTNEED)
+            self._release()
         return self._tokens[begin:end].astype(np.int64)
 
     def supervised(self, begin: int, end: int) -> np.ndarray:
@@ -109,7 +113,20 @@ class TokenCache:
         """How many tokens are to be learnt, but for the first of each document."""
         if self._labels is None:
             return self.tokens - self.documents
-        return int(np.count_nonzero(self._labels)) - int(np.count_nonzero(self._labels[self._starts]))
+        if self._supervised is None:
+            self._supervised = 0
+            for begin in range(0, self.tokens, COUNTED_AT_ONCE):
+                labels = self._labels[begin : begin + COUNTED_AT_ONCE]
+                low, high = np.searchsorted(self._starts, [begin, begin + COUNTED_AT_ONCE])
+                firsts = labels[self._starts[low:high] - begin]
+                self._supervised += int(np.count_nonzero(labels)) - int(np.count_nonzero(firsts))
+                self._release()
+        return self._supervised
+
+    def _release(self) -> None:
+        """Let go of the pages that were read: they stay in the system's cache, but count no longer as ours."""
+        for mapped in self._maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
     def bounds(self) -> np.ndarray:
         """Where each document begins, and where the last ends: int64 `[documents + 1]`."""
@@ -129,15 +146,17 @@ def _map(path: Path) -> mmap.mmap:
 
 
 def open_cache(
-    root: Path, patterns: str | Sequence[str], request: CacheRequest, console: Console, first: bool
+    root: Path, patterns: str | Sequence[str], request: CacheRequest, console: Console, first: bool, who: str
 ) -> TokenCache:
     """Open the cache of a data set below `root`, building it when it is missing or out of date.
 
     One process builds while the others wait for its lock; `first` marks the one that should (its progress is shown).
+    `who` is this process, for the messages of those that wait. They wait twice as long as it does for a worker, so that
+    it speaks first.
 
     Raises:
         DataError: no row can be used, or the cache cannot be written.
-        WorkerError: a tokenising process died or got stuck.
+        WorkerError: a tokenising process died or got stuck, or the one that builds for all.
     """
     asked = [patterns] if isinstance(patterns, str) else list(patterns)
     places = [p if p.startswith("package:") else os.path.abspath(Path(p).expanduser()) for p in asked]
@@ -149,12 +168,12 @@ def open_cache(
         folder.mkdir(parents=True, exist_ok=True)
         if not first:
             _wait_for_index(folder, request)
-        with _locked(folder / "lock", console):
+        with _locked(folder / "lock", console, 2 * request.worker_timeout_s) as progress:
             index, reason = _valid_index(folder, request)
             if index is None:
                 if reason:
                     console.note(f"tokenising again: {reason}")
-                index = _build(folder, request, console)
+                index = _build(folder, request, console, lambda done: progress(f"{who}, after {done}"))
         return TokenCache(folder, index)
     except OSError as error:
         size = format_bytes(sum(s.text_bytes for s in request.sources) * request.tokenizer.dtype.itemsize)
@@ -176,22 +195,61 @@ def _wait_for_index(folder: Path, request: CacheRequest) -> None:
 
 
 @contextmanager
-def _locked(path: Path, console: Console) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; the system gives it back when this process ends, however that happens."""
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+def _locked(path: Path, console: Console, patience_s: float) -> Iterator[Callable[[str], None]]:
+    """Hold an exclusive lock on `path`; the system gives it back when this process ends, however that happens.
+
+    Gives the function with which its holder shows those that wait how far it is.
+
+    Raises:
+        WorkerError: who holds it has shown no progress for `patience_s`.
+    """
+    with path.open("a+", encoding="utf-8", errors="replace") as file:
+        if not _taken(file):
             console.note("waiting for another process, which tokenises the same text")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            _wait_for_lock(file, path, patience_s)
+
+        def progress(words: str) -> None:
+            file.truncate(0)
+            file.write(words)
+            file.flush()
+
+        yield progress
+        file.truncate(0)
+
+
+def _taken(file: TextIO) -> bool:
+    """Take the lock unless another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _shown(path: Path) -> str:
+    return path.read_text("utf-8", "replace")
+
+
+def _wait_for_lock(file: TextIO, path: Path, patience_s: float) -> None:
+    shown, since = _shown(path), time.monotonic()
+    while not _taken(file):
+        now = _shown(path)
+        if now != shown:
+            shown, since = now, time.monotonic()
+        if time.monotonic() > since + patience_s:
+            holder = shown or "another process"
+            raise WorkerError(
+                f"the process that tokenises for the others has been stuck for {format_seconds(patience_s)}: {holder}. "
+                "Look at that part of the file, end the process, or raise text.worker_timeout"
+            )
+        time.sleep(LOCK_POLL_S)
 
 
 def _valid_index(folder: Path, request: CacheRequest) -> tuple[dict[str, Any] | None, str]:
     """The index when it fits the request, else None and why not (nothing to say when there was no cache)."""
     path = folder / "index.json"
     if not path.exists():
-        return None, ""
+        return None, _other_tokenizer(folder, request)
     try:
         index = json.loads(path.read_text("utf-8"))
         saved = index["identity"]
@@ -200,7 +258,7 @@ def _valid_index(folder: Path, request: CacheRequest) -> tuple[dict[str, Any] | 
             index["documents"] * 8,
             index["tokens"],
         )
-        sizes = dict(zip(index.get("files", ()), widths, strict=False))
+        sizes = dict(zip(index.get("files", ()), widths, strict=False)) | index.get("images", {})
     except (ValueError, KeyError, TypeError):
         return None, f"{path} cannot be read"
     reason = _difference(saved, request.identity())
@@ -208,7 +266,19 @@ def _valid_index(folder: Path, request: CacheRequest) -> tuple[dict[str, Any] | 
         file = folder / name
         if not reason and (not file.exists() or file.stat().st_size != size):
             reason = f"{file} is missing or cut short"
+    reason = reason or changed_image(folder, index)
     return (None, reason) if reason else (index, "")
+
+
+def _other_tokenizer(folder: Path, request: CacheRequest) -> str:
+    """Says when the same files have a cache of another tokenizer; each has its own, so that one may go back."""
+    for path in folder.parent.glob("*/index.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            old = json.loads(path.read_text("utf-8"))["identity"]
+            same = list(old["files"]) == [str(source.path) for source in request.sources]
+            if same and old["tokenizer"] != request.tokenizer.fingerprint:
+                return "the tokenizer has changed (the cache of the other one is kept)"
+    return ""
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -239,7 +309,9 @@ def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     return "text.strict has changed" if old["strict"] != new["strict"] else ""
 
 
-def _build(folder: Path, request: CacheRequest, console: Console) -> dict[str, Any]:
+def _build(
+    folder: Path, request: CacheRequest, console: Console, progress: Callable[[str], None]
+) -> dict[str, Any]:
     """Tokenise everything; leaves the new data files and the index that names them."""
     for leftover in folder.glob("*.partial"):
         leftover.unlink()
@@ -248,11 +320,15 @@ def _build(folder: Path, request: CacheRequest, console: Console) -> dict[str, A
     paths = [folder / f"{kind}.partial" for kind in kinds]
     with ExitStack() as stack:
         files = [stack.enter_context(path.open("wb")) for path in paths]
-        writer = _Writer(files, request.tokenizer)
-        _tokenise(request, writer, ledger, console)
+        images = ImageWriter(folder)
+        stack.callback(images.close)
+        writer = CacheWriter(files, request.tokenizer, images)
+        _tokenise(request, writer, ledger, console, progress)
         for file in files:
+            progress(f"writing {file.name}")
             file.flush()
             os.fsync(file.fileno())
+        image_files = images.finish(folder, writer.digest())
     assert ledger.top is not None
     digest = writer.digest()
     names = [f"{kind}-{digest[:16]}.bin" for kind in kinds]
@@ -267,10 +343,11 @@ def _build(folder: Path, request: CacheRequest, console: Console) -> dict[str, A
         "top": ledger.top,
         "ledger": ledger.as_dict(),
         "files": names,
+        "images": image_files,
     }
     _replace_index(folder, index)
     for old in folder.glob("*.bin"):
-        if old.name not in names:
+        if old.name not in (*names, *image_files):
             old.unlink()  # a process that has it mapped keeps it until it ends
     return index
 
@@ -284,32 +361,14 @@ def _replace_index(folder: Path, index: dict[str, Any]) -> None:
     aside.replace(folder / "index.json")
 
 
-class _Writer:
-    """Appends tokens, document starts and perhaps labels to the data files."""
-
-    def __init__(self, files: Sequence[BinaryIO], tokenizer: Tokenizer) -> None:
-        self._files, self._dtype = files, tokenizer.dtype
-        self._hashes = [xxhash.xxh3_128() for _ in files]
-        self.tokens = self.documents = 0
-
-    def write(self, tokens: np.ndarray, starts: np.ndarray, labels: np.ndarray | None) -> None:
-        """Append tokens; `starts` are relative to the first of them; `labels` for conversations."""
-        starts = (starts + self.tokens).astype(np.int64)
-        tokens = tokens.astype(self._dtype, copy=False)
-        parts = (tokens, starts) if labels is None else (tokens, starts, labels)
-        for file, hashed, values in zip(self._files, self._hashes, parts, strict=True):
-            file.write(values.data)
-            hashed.update(values.data)
-        self.tokens += len(tokens)
-        self.documents += len(starts)
-
-    def digest(self) -> str:
-        """Hash of all that was written."""
-        parts = [*(hashed.digest() for hashed in self._hashes), self._dtype.str.encode()]
-        return str(xxhash.xxh3_128(b"".join(parts)).hexdigest())
-
-
-def _tokenise(request: CacheRequest, writer: _Writer, ledger: RowLedger, console: Console) -> None:
+def _tokenise(
+    request: CacheRequest,
+    writer: CacheWriter,
+    ledger: RowLedger,
+    console: Console,
+    progress: Callable[[str], None],
+) -> None:
+    progress("starting")
     for source in request.sources:
         if source.size == 0 and isinstance(source.path, Path):
             ledger.add_empty(source)
@@ -330,10 +389,12 @@ def _tokenise(request: CacheRequest, writer: _Writer, ledger: RowLedger, console
                 piece.starts = np.zeros(1, np.int64)
                 open_document = True
             ledger.add(unit, piece)
+            writer.write_images(piece)
             writer.write(piece.tokens, piece.starts, piece.labels)
             if unit.last and open_document:
                 writer.write(end, np.empty(0, np.int64), None)
                 open_document = False
             task.advance(unit.stop - unit.start)
+            progress(str(unit))
     longest = None if request.rendering is None else request.rendering.max_len
     ledger.require_rows(request.field, request.sources, longest)

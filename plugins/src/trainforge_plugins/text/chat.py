@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainforge.errors import ConfigError
 from trainforge_plugins.text.conversation import BadRow, Conversation, Message
+from trainforge_plugins.text.tokenizers import BYTES
 
 if TYPE_CHECKING:
     from trainforge_plugins.text.tokenizers import Tokenizer
@@ -78,9 +79,13 @@ BUILT_IN = {
 }
 """Sources of the built-in templates, by the name that `text.template` takes."""
 
+_NAMED = f"{', '.join(name for name in BUILT_IN if name != 'plain')} or a file"
+
 _BUILT_IN_ENDS = ("<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>")
 
 
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_IMAGE_PART = re.compile(r"""(['"])image\1""")
 _TODAY = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")
 
 
@@ -98,17 +103,23 @@ class ChatTemplate:
         source: Jinja.
         variables: (name, text) of special tokens that the source may use.
         ends: texts that may end an assistant's turn, longest first.
+        in_parts: whether it takes contents as lists of parts, as templates of image-text models do.
+        prefix: what stands before a text that does not begin with it, as processors put it there.
+        verbatim: whether it is known to write contents as they are, and all else by the roles alone.
     """
 
     name: str
     source: str
     variables: tuple[tuple[str, str], ...]
     ends: tuple[str, ...]
+    in_parts: bool = False
+    prefix: str = ""
+    verbatim: bool = False
 
     @property
     def fingerprint(self) -> str:
         """Differs when the text of some conversation does."""
-        facts = json.dumps([self.source, sorted(self.variables), self.ends])
+        facts = json.dumps([self.source, sorted(self.variables), self.ends, self.in_parts, self.prefix])
         return hashlib.sha256(facts.encode("utf-8", "backslashreplace")).hexdigest()[:32]
 
     def render(
@@ -122,13 +133,13 @@ class ChatTemplate:
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        messages, tools = conversation.for_template()
+        messages, tools = conversation.for_template(self.in_parts)
         try:
             (text,), spans = render_jinja_template(
                 [messages],
                 tools=tools,
                 chat_template=self.source,
-                return_assistant_tokens_mask="generation" in self.source,
+                return_assistant_tokens_mask=_GENERATION.search(self.source) is not None,
                 add_generation_prompt=generation_prompt,
                 **dict(self.variables),
             )
@@ -138,7 +149,9 @@ class ChatTemplate:
             raise BadRow(
                 f"the chat template {self.name} fails on it", f"{type(error).__name__}: {error}"
             ) from None
-        return text, [(int(start), int(stop)) for start, stop in spans[0]] if spans else []
+        before = "" if text.startswith(self.prefix) else self.prefix
+        shift = len(before)
+        return before + text, [(start + shift, stop + shift) for start, stop in spans[0]] if spans else []
 
 
 def choose_template(wanted: str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -160,9 +173,24 @@ def choose_template(wanted: str, tokenizer: Tokenizer) -> ChatTemplate:
     if "eos_token" in source and "eos_token" not in variables:
         raise ConfigError(
             f"text.template: the chat template {name} ends turns with eos_token, and the tokenizer "
-            f"{tokenizer.name!r} has none: choose another template, or a tokenizer with an end token"
+            f"{tokenizer.name!r} has none: set text.template to one that has ends of its own ({_NAMED}), or "
+            "text.tokenizer to a folder whose tokenizer_config.json names an eos_token"
         )
-    return ChatTemplate(name, fix_date(source), tuple(sorted(variables.items())), ends)
+    in_parts = _IMAGE_PART.search(source) is not None
+    prefix = tokenizer.prefix if in_parts else ""
+    facts = (name, fix_date(source), tuple(sorted(variables.items())), ends, in_parts, prefix)
+    return ChatTemplate(*facts, verbatim=source in BUILT_IN.values())
+
+
+def missing_template(wanted: str, tokenizer: Tokenizer) -> str | None:
+    """What a person is told when `auto` finds no chat template. Not with bytes: no model was tuned with them."""
+    if wanted != "auto" or tokenizer.chat_template or tokenizer.name == BYTES:
+        return None
+    return (
+        f"text.template: the tokenizer {tokenizer.name!r} brings no chat template, so conversations are written as "
+        f"plain. If the model was tuned with another one, set text.template to it ({_NAMED}), or text.tokenizer to a "
+        "folder that has chat_template.jinja"
+    )
 
 
 def _from_file(wanted: str) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+IMAGE = "\ufdd3"
+"""What stands for an image in a content: a character that Unicode keeps for such use inside a program."""
+
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -22,19 +25,33 @@ class BadRow(Exception):
         self.detail = detail
 
 
+class LacksColumn(BadRow):
+    """A row without a column that its format needs."""
+
+
+@dataclass(frozen=True)
+class ImageReference:
+    """An image as a row names it: the path of its file, or its bytes when the row holds them."""
+
+    path: str = ""
+    data: bytes | None = None
+
+
 @dataclass(frozen=True)
 class Message:
     """One turn.
 
     Attributes:
         role: one of `ROLES`; `tool` is the result of a call.
-        content: the text; may be empty only for an assistant that calls tools, a user, a system or a tool.
+        content: the text; may be empty only for an assistant that calls tools, a user, a system or a tool. `IMAGE`
+            stands where an image is.
         tool_calls: of an assistant: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, where
             the arguments are an object (templates write them with `tojson`).
         name: of a tool's result: which tool gave it; empty when unknown.
         tool_call_id: of a tool's result: which call it answers; empty when unknown.
         reasoning: of an assistant: the text that it thought before it answered (`reasoning_content`); may be empty.
         trained: false where the row itself asks to learn nothing from this turn (OpenAI's `weight: 0`).
+        images: the image of each `IMAGE`; None for one that the row keeps elsewhere and that is not known yet.
     """
 
     role: str
@@ -44,10 +61,15 @@ class Message:
     tool_call_id: str = ""
     reasoning: str = ""
     trained: bool = True
+    images: tuple[ImageReference | None, ...] = ()
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as `apply_chat_template` takes it; keys without a value are left out."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
+    def for_template(self, in_parts: bool = False) -> dict[str, Any]:
+        """The message as `apply_chat_template` takes it; keys without a value are left out.
+
+        `in_parts`: the content is a list of parts, `{"type": "image"}` and `{"type": "text", "text": ...}`.
+        """
+        content = self._parts() if in_parts else self.content
+        message: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [dict(call) for call in self.tool_calls]
         optional = (
@@ -57,6 +79,13 @@ class Message:
         )
         message.update({key: value for key, value in optional if value})
         return message
+
+    def _parts(self) -> list[dict[str, str]]:
+        parts: list[dict[str, str]] = []
+        for number, text in enumerate(self.content.split(IMAGE)):
+            parts += [{"type": "image"}] if number else []
+            parts += [{"type": "text", "text": text}] if text else []
+        return parts
 
 
 @dataclass(frozen=True)
@@ -72,7 +101,14 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
 
-    def for_template(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """The messages and the tools (None without any) as `apply_chat_template` takes them."""
+    @property
+    def images(self) -> tuple[ImageReference, ...]:
+        """All images, in order."""
+        return tuple(image for message in self.messages for image in message.images if image is not None)
+
+    def for_template(
+        self, in_parts: bool = False
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """The messages (see there) and the tools (None without any) as `apply_chat_template` takes them."""
         tools = [dict(tool) for tool in self.tools]
-        return [message.for_template() for message in self.messages], tools or None
+        return [message.for_template(in_parts) for message in self.messages], tools or None

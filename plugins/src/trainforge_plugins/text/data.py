@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from trainforge.errors import ConfigError, DataError, IncompatibleError
 from trainforge.stages import Batch, Data, PartState
 from trainforge_plugins.text.cache import CacheRequest, TokenCache, open_cache
-from trainforge_plugins.text.chat import choose_template
+from trainforge_plugins.text.chat import choose_template, missing_template
 from trainforge_plugins.text.inputs import find_files, find_inputs, places
 from trainforge_plugins.text.ledger import skipped_lines
 from trainforge_plugins.text.order import Permutation
 from trainforge_plugins.text.packing import ConversationRows, Rows, TextRows, collate
-from trainforge_plugins.text.rendering import Rendering
+from trainforge_plugins.text.rendering import Rendering, hash_of_processor
 from trainforge_plugins.text.sources import Source
 from trainforge_plugins.text.split import Split, split_rows
-from trainforge_plugins.text.tokenizers import Tokenizer, load_tokenizer
+from trainforge_plugins.text.tokenizers import (
+    Tokenizer,
+    chosen_tokenizer,
+    load_tokenizer,
+    own_code_allowed,
+)
 
 if TYPE_CHECKING:
     from trainforge.context import Context
     from trainforge_plugins.text import TextSection
+    from trainforge_plugins.text.pictures import Pictures
 
 STATE_VERSION = 1
 ORDER_VERSION = 1
@@ -45,16 +54,32 @@ def build_data(ctx: Context, config: TextSection) -> TextData:
     tokenizer = load_tokenizer(ctx, config.tokenizer)
     _check_end_token(tokenizer, ctx.model.vocab_size)
     cache = _open(ctx, config, tokenizer, places(config), sources)
+    if config.image_dir is not None and not len(cache.images.documents):
+        raise ConfigError(
+            f"text.image_dir is {config.image_dir}, but no row that can be used has an image: correct it (forge data "
+            "inspect lists rows that cannot be used), or leave it out"
+        )
     validation = config.validation
     separate = None
     if isinstance(validation, str | tuple):
         patterns = [validation] if isinstance(validation, str) else list(validation)
         held_out = _open(ctx, config, tokenizer, patterns, find_files(config, patterns))
-        separate = _rows(config, tokenizer, held_out)
+        separate = _rows(ctx, config, tokenizer, held_out)
         validation = None
-    rows = _rows(config, tokenizer, cache)
+    rows = _rows(ctx, config, tokenizer, cache)
     split = split_rows(len(rows), _held_out(len(rows), validation))
     return TextData(ctx, config, tokenizer, cache, rows, split, separate)
+
+
+def _pictures(ctx: Context, config: TextSection, cache: TokenCache) -> Pictures | None:
+    """What loads the images of the rows, if they have any."""
+    if not len(cache.images.documents):
+        return None
+    from trainforge_plugins.text.pictures import Pictures
+    from trainforge_plugins.text.vision import load_processor
+
+    processor = load_processor(chosen_tokenizer(ctx, config.tokenizer), own_code_allowed(ctx))
+    return Pictures(cache.images, processor)
 
 
 def _check_wishes(config: TextSection, sources: Sequence[Source]) -> None:
@@ -67,7 +92,7 @@ def _check_wishes(config: TextSection, sources: Sequence[Source]) -> None:
         )
     if "chat" in formats:
         return
-    for name in ("template", "train_on", "too_long", "packing"):
+    for name in ("template", "train_on", "too_long", "packing", "image_dir"):
         if getattr(config, name) != type(config).model_fields[name].default:
             raise ConfigError(
                 f"text.{name} is for conversations, and these files hold other text: leave it out, or set text.format "
@@ -75,10 +100,11 @@ def _check_wishes(config: TextSection, sources: Sequence[Source]) -> None:
             )
 
 
-def _rows(config: TextSection, tokenizer: Tokenizer, cache: TokenCache) -> Rows:
+def _rows(ctx: Context, config: TextSection, tokenizer: Tokenizer, cache: TokenCache) -> Rows:
     padding = tokenizer.end or 0
     if cache.conversations:
-        return ConversationRows(cache, config.max_len, padding, config.packing)
+        pictures = _pictures(ctx, config, cache)
+        return ConversationRows(cache, config.max_len, padding, config.packing, pictures)
     return TextRows(cache, config.max_len, padding)
 
 
@@ -92,7 +118,20 @@ def _open(
     rendering = None
     if any(source.format == "chat" for source in sources):
         template = choose_template(config.template, tokenizer)
-        rendering = Rendering(template, config.train_on, config.max_len, config.too_long)
+        if told := missing_template(config.template, tokenizer):
+            ctx.console.note(told)
+        processor = chosen_tokenizer(ctx, config.tokenizer)
+        image_dir = config.image_dir or (config.dataset_dir if config.dataset is not None else None)
+        rendering = Rendering(
+            template,
+            config.train_on,
+            config.max_len,
+            config.too_long,
+            processor,
+            hash_of_processor(processor),
+            own_code_allowed(ctx),
+            None if image_dir is None else image_dir.expanduser(),
+        )
     request = CacheRequest(
         sources,
         tokenizer,
@@ -103,7 +142,8 @@ def _open(
         rendering,
     )
     root = Path(config.cache or ctx.cache_dir).expanduser()
-    cache = open_cache(root, patterns, request, ctx.console, ctx.local_rank == 0)
+    who = f"rank {ctx.rank} (process {os.getpid()})"
+    cache = open_cache(root, patterns, request, ctx.console, ctx.local_rank == 0, who)
     token, row = cache.top
     if token >= ctx.model.vocab_size:
         raise _too_large(tokenizer, token, f"at or after {row}", ctx.model.vocab_size)
@@ -185,15 +225,18 @@ class TextData(Data):
         """The next step's micro-batches of this rank. The tensors are fresh, so they live as long as anyone needs."""
         micro = self._batching.micro_batch
         assert count * micro * self._world == self._batching.global_batch
-        start = self._consumed
+        batches = [self._collate(self._rows, numbers, index) for index, numbers in self._step(count)]
+        self._advance(min(self._consumed + self._batching.global_batch, self.samples))
+        self._rows.prepare(number for _, numbers in self._step(count) for number in numbers)
+        return batches
+
+    def _step(self, count: int) -> Iterator[tuple[int, list[int]]]:
+        """Of each of this rank's micro-batches in the step that comes now: its place in the step, and its rows."""
+        micro, start = self._batching.micro_batch, self._consumed
         stop = min(start + self._batching.global_batch, self.samples)
-        batches = []
         for index in range(self._rank, count * self._world, self._world):
             first = start + index * micro
-            places = range(min(first, stop), min(first + micro, stop))
-            batches.append(self._collate(self._rows, [self._row_at(place) for place in places], index))
-        self._advance(stop)
-        return batches
+            yield index, [self._row_at(place) for place in range(min(first, stop), min(first + micro, stop))]
 
     def _row_at(self, place: int) -> int:
         """The number of the row that comes at `place` in this epoch."""
@@ -228,6 +271,12 @@ class TextData(Data):
         for index in range(self._rank, per_rank * self._world, self._world):
             yield self._collate(rows, numbers[index * micro : (index + 1) * micro], index)
 
+    def close(self) -> None:
+        """End the threads that decode images."""
+        for rows in (self._rows, self._separate):
+            if rows is not None:
+                rows.close()
+
     def ledger(self) -> dict[str, Any]:
         """Rows (lines) seen, used and skipped by reason, and what they became."""
         counts = {"tokens": self.cache.tokens, "packed_rows": len(self._rows)}
@@ -259,8 +308,13 @@ class TextData(Data):
             return []
         learnt = cache.count_supervised()
         line = f"{learnt:,} tokens ({learnt / cache.tokens:.1%}) are learnt (train_on: {config.train_on})"
-        if config.packing:
-            line += f"; rows are {cache.tokens / (len(self._rows) * config.max_len):.1%} full"
+        alone = cache.images.documents
+        with_images = int(np.diff(cache.bounds())[alone].sum())
+        shared = len(self._rows) - len(alone)
+        if config.packing and shared:
+            line += f"; rows are {(cache.tokens - with_images) / (shared * config.max_len):.1%} full"
+        if len(alone):
+            line += f"; {len(alone):,} have images, each in a row of its own"
         truncated, used = cache.ledger["truncated"], cache.ledger["used"]
         if not truncated:
             return [line]
@@ -270,8 +324,8 @@ class TextData(Data):
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
-        return self.tokenizer.decode(ids)
+        """The text of token ids that a model wrote, up to the end of the document."""
+        return self.tokenizer.continuation(ids)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without an end token."""

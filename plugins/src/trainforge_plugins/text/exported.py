@@ -35,6 +35,7 @@ class RunTokenizer:
 
     def __init__(self, ctx: Context, config: TextSection) -> None:
         self._name = chosen_tokenizer(ctx, config.tokenizer)
+        self._code = bool(getattr(ctx.model_config, "trust_remote_code", False))
         self._tokenizer: Tokenizer = load_tokenizer(ctx, config.tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -42,8 +43,8 @@ class RunTokenizer:
         return [int(token) for token in self._tokenizer.encode(text.encode("utf-8", "replace"))]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
-        return self._tokenizer.decode(ids)
+        """The text of token ids that a model wrote, up to the end of the document."""
+        return self._tokenizer.continuation(ids)
 
     def save(self, out: Path) -> None:
         """Copy the tokenizer's files; the byte tokenizer is written as a tokenizer.json that does the same."""
@@ -55,7 +56,8 @@ class RunTokenizer:
             shutil.copyfile(path, out / "tokenizer.json")
             _write_config(out, self._end_token(path))
         else:
-            _copy(path if path.is_dir() else _fetched(self._name), out)
+            patterns = (*_FILES, "*.py") if self._code else _FILES
+            _copy(path if path.is_dir() else _fetched(self._name, patterns), out, patterns)
 
     def _end_token(self, path: Path) -> str | None:
         if self._tokenizer.end is None:
@@ -66,8 +68,8 @@ class RunTokenizer:
         return token
 
 
-def _copy(folder: Path, out: Path) -> None:
-    for pattern in _FILES:
+def _copy(folder: Path, out: Path, patterns: Sequence[str]) -> None:
+    for pattern in patterns:
         for file in sorted(folder.glob(pattern)):
             if file.is_dir():
                 shutil.copytree(file, out / file.name, dirs_exist_ok=True)
@@ -75,14 +77,14 @@ def _copy(folder: Path, out: Path) -> None:
                 shutil.copyfile(file, out / file.name)
 
 
-def _fetched(name: str) -> Path:
+def _fetched(name: str, patterns: Sequence[str]) -> Path:
     """Where the hub's files of a tokenizer lie; they were fetched when it was loaded."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
             snapshot_download(
-                name, allow_patterns=[*_FILES, "additional_chat_templates/*"], local_files_only=True
+                name, allow_patterns=[*patterns, "additional_chat_templates/*"], local_files_only=True
             )
         )
     except Exception as error:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainforge_plugins.text.conversation import BadRow, Conversation, Message
+from trainforge_plugins.text.conversation import BadRow, Conversation, LacksColumn, Message
+from trainforge_plugins.text.images import place_images, read_column
 from trainforge_plugins.text.turns import Tags, read_tools, read_turns
 from trainforge_plugins.text.values import as_list, text_of
 
@@ -25,7 +26,12 @@ COLUMNS: dict[ChatFormat, dict[str, tuple[str, ...]]] = {
 }
 """Where each format keeps what, in the order in which `auto` tries the formats."""
 
-COMMON: dict[str, tuple[str, ...]] = {"system": ("system",), "tools": ("tools",), "history": ("history",)}
+COMMON: dict[str, tuple[str, ...]] = {
+    "system": ("system",),
+    "tools": ("tools",),
+    "history": ("history",),
+    "images": ("images", "image"),
+}
 
 ALIASES = {
     "instruction": "prompt",
@@ -36,7 +42,7 @@ ALIASES = {
 }
 """Other names under which `text.columns` takes a column."""
 
-COLUMN_NAMES = ("prompt", "query", "response", "system", "history", "messages", "tools")
+COLUMN_NAMES = ("prompt", "query", "response", "system", "history", "messages", "tools", "images")
 TAG_NAMES = (
     "role_tag",
     "content_tag",
@@ -148,7 +154,10 @@ def to_conversation(row: Mapping[str, Any], rows: RowFormat) -> Conversation:
     if value not in (None, "") and messages and messages[0].role != "system":
         messages = [Message("system", text_of(value, column)), *messages]
     column, value = _find(row, rows.names(name, "tools"), required=False)
-    return _checked(messages, read_tools(value, column))
+    tools = read_tools(value, column)
+    column, value = _find(row, rows.names(name, "images"), required=False)
+    marked = column in row or bool(rows.columns.get("images"))
+    return _checked(place_images(messages, read_column(value, column), marked, column), tools)
 
 
 def _find(row: Mapping[str, Any], columns: tuple[str, ...], required: bool = True) -> tuple[str, Any]:
@@ -160,7 +169,9 @@ def _find(row: Mapping[str, Any], columns: tuple[str, ...], required: bool = Tru
         if not columns:
             raise BadRow("text.columns leaves out a column that is needed")
         there = [column for column in columns if column in row]
-        raise BadRow(f"{there[0]!r} is null" if there else f"no column {columns[0]!r}")
+        if there:
+            raise BadRow(f"{there[0]!r} is null")
+        raise LacksColumn(f"no column {columns[0]!r}")
     return (columns[0] if columns else ""), None
 
 
@@ -179,7 +190,9 @@ def _question_and_answer(
     question = "\n".join(part for part in parts if part)
     if not question:
         column = column or query_column
-        raise BadRow(f"{column!r} is empty" if column in row else f"no column {column!r}")
+        if column in row:
+            raise BadRow(f"{column!r} is empty")
+        raise LacksColumn(f"no column {column!r}")
     text = text_of(answer, answer_column, required=True)
     column, history = _find(row, rows.names(name, "history"), required=False)
     past = _history(as_list(history, column), column) if history not in (None, "") else []

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from trainforge.errors import DataError
 from trainforge_plugins.text.containers import Fault
-from trainforge_plugins.text.formats import ChatFormat, RowFormat
+from trainforge_plugins.text.conversation import BadRow
+from trainforge_plugins.text.formats import ChatFormat, RowFormat, to_conversation
 from trainforge_plugins.text.registry import read_registry
 from trainforge_plugins.text.rows import Count, read_rows
 from trainforge_plugins.text.sources import Source, find_sources
@@ -33,7 +34,8 @@ def find_inputs(config: TextSection) -> list[Source]:
         found = []
         for entry in read_registry(config.dataset_dir, names):
             for source in find_sources(entry.path, "jsonl", "text.dataset"):
-                found.append(dataclasses.replace(source, format="chat", rows=entry.rows, limit=entry.limit))
+                source = dataclasses.replace(source, format="chat", rows=entry.rows, limit=entry.limit)
+                found.append(dataclasses.replace(source, has_images=has_images(source)))
         return _of_one_kind(found)
     if config.sources is not None:
         found = []
@@ -71,6 +73,17 @@ def find_files(config: TextSection, patterns: str | Sequence[str]) -> list[Sourc
     return _of_one_kind(_found(patterns, config.format, rows, config.field, "text.path"))
 
 
+def has_images(source: Source) -> bool:
+    """Whether some of the first rows of conversations have images."""
+    for row in islice(_first_rows(source), PEEKED_ROWS):
+        try:
+            if to_conversation(row, source.rows).images:
+                return True
+        except BadRow:
+            continue
+    return False
+
+
 def _row_format(format: InputFormat, columns: dict[str, str], tags: dict[str, str]) -> RowFormat:
     chat = format not in ("auto", "text", "jsonl")
     return RowFormat(cast(ChatFormat, format) if chat else "auto", columns, tags)
@@ -90,6 +103,7 @@ def _found(
             and _holds_conversations(source, format, rows, field)
         ):
             source = dataclasses.replace(source, format="chat", rows=rows)
+            source = dataclasses.replace(source, has_images=has_images(source))
         found.append(source)
     return found
 

@@ -69,10 +69,29 @@ def histogram(lengths: np.ndarray) -> list[str]:
 
 
 def shown(cache: TokenCache, tokenizer: Tokenizer, number: int, coloured: bool) -> str:
-    """A document as text, its beginning if it is long; runs of tokens that are learnt stand out."""
+    """A document as text, its beginning if it is long; runs of tokens that are learnt stand out; images as such."""
     bounds = cache.bounds()
     begin, end = int(bounds[number]), int(bounds[number + 1])
-    stop = min(end, begin + _SHOWN_TOKENS)
+    parts: list[str] = []
+    at, left = begin, _SHOWN_TOKENS
+    for image in cache.images.of(number):
+        if begin + image.start - at > left:
+            break
+        parts += _runs(cache, tokenizer, at, begin + image.start, coloured)
+        parts.append(f"[image {image.width}x{image.height} \N{RIGHTWARDS ARROW} {image.tokens:,} tokens]")
+        left -= begin + image.start - at
+        at = begin + image.start + image.tokens
+    stop = min(end, at + left)
+    parts += _runs(cache, tokenizer, at, stop, coloured)
+    if stop < end:
+        parts.append(f" ... ({end - stop:,} more tokens)")
+    return "".join(parts)
+
+
+def _runs(cache: TokenCache, tokenizer: Tokenizer, begin: int, stop: int, coloured: bool) -> list[str]:
+    """The text of the tokens from `begin` up to `stop`, those that are learnt marked."""
+    if begin == stop:
+        return []
     ids, supervised = cache.read(begin, stop).tolist(), cache.supervised(begin, stop)
     edges = [0, *(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(ids)]
     parts = []
@@ -81,9 +100,7 @@ def shown(cache: TokenCache, tokenizer: Tokenizer, number: int, coloured: bool) 
         if supervised[start] and cache.conversations:
             text = click.style(text, fg="green") if coloured else f"[[{text}]]"
         parts.append(text)
-    if stop < end:
-        parts.append(f" ... ({end - stop:,} more tokens)")
-    return "".join(parts)
+    return parts
 
 
 def _visible(text: str) -> str:

@@ -3,19 +3,23 @@
 Where each content lies in the rendered text is found with a second rendering in which every content is replaced by a
 sentinel: what is around the sentinels is the template's, and the first rendering must be exactly that with the contents
 put in. So a template that changes or leaves out a content is noticed, and template text is told from content even where
-they read the same.
+they read the same. The second rendering serves all conversations of the same roles; with a built-in template, which is
+known to change no content, the first is made from it too, without another pass through Jinja.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Literal
 
 import numpy as np
 
 from trainforge_plugins.text.chat import ChatTemplate, as_text
-from trainforge_plugins.text.conversation import BadRow, Conversation, Message
+from trainforge_plugins.text.conversation import IMAGE, BadRow, Conversation, Message
 from trainforge_plugins.text.tokenizers import Tokenizer
 
 TrainOn = Literal["assistant", "all", "last"]
@@ -53,6 +57,36 @@ class Rendered:
     contents: tuple[tuple[int, Span], ...]
     turns: tuple[tuple[int, Turn], ...]
 
+    def expanded(self, placeholder: str, texts: Sequence[str]) -> tuple[Rendered, list[Span]]:
+        """The same with `texts` in the place of the placeholders of images, and where each of them lies.
+
+        Raises:
+            BadRow: there are more or fewer placeholders.
+        """
+        pieces = self.text.split(placeholder)
+        if len(pieces) != len(texts) + 1:
+            raise BadRow(
+                "the chat template does not write one placeholder for each image",
+                f"{len(pieces) - 1} {placeholder} for {len(texts)} images",
+            )
+        stops: list[int] = []
+        images: list[Span] = []
+        old = new = 0
+        for piece, text in zip(pieces, texts, strict=False):
+            old, new = old + len(piece) + len(placeholder), new + len(piece)
+            images.append((new, new + len(text)))
+            stops.append(old)
+            new += len(text)
+        shifts = [0, *(image[1] - stop for image, stop in zip(images, stops, strict=True))]
+
+        def moved(place: int) -> int:
+            return place + shifts[bisect_right(stops, place)]
+
+        contents = tuple((number, (moved(start), moved(stop))) for number, (start, stop) in self.contents)
+        turns = tuple((i, Turn(moved(t.start), moved(t.end), moved(t.stop))) for i, t in self.turns)
+        text = "".join(part for pair in zip(pieces, [*texts, ""], strict=True) for part in pair)
+        return Rendered(text, contents, turns), images
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -63,17 +97,68 @@ class Encoded:
         supervised: bool `[tokens]`: whether the model is to learn to write this token.
         prompts: the contents of system, user and tool turns.
         turns: the assistant's turns.
+        images: what stands for each image.
     """
 
     ids: np.ndarray
     supervised: np.ndarray
     prompts: tuple[Span, ...]
     turns: tuple[Turn, ...]
+    images: tuple[Span, ...] = ()
 
     @property
     def targets(self) -> int:
         """Tokens that get a label. The first token has none, since nothing stands before it."""
         return int(np.count_nonzero(self.supervised[1:]))
+
+
+@dataclass(frozen=True)
+class _Skeleton:
+    """The text that a template puts around the contents of conversations of one shape.
+
+    Attributes:
+        parts: the template's own text, in turns with the numbers (see `_pieces`) of the contents that come between.
+        marks: what it marks as the assistant's, with a sentinel for each content.
+    """
+
+    parts: list[str]
+    marks: list[Span]
+
+    def filled(self, conversation: Conversation) -> tuple[str, list[tuple[int, Span]], list[Span]]:
+        """Text, contents and marks with the contents of a conversation, for a template that changes none."""
+        known = _pieces(conversation)
+        pieces, contents = [self.parts[0]], []
+        before = after = len(self.parts[0])
+        befores, shifts = (
+            [0],
+            [0],
+        )  # from this character with sentinels on, a place is so much further on with contents
+        for number, own in zip(self.parts[1::2], self.parts[2::2], strict=True):
+            message, content = known[int(number)]
+            contents.append((message, (after, after + len(content))))
+            before, after = before + len(number) + 2, after + len(content)
+            befores.append(before)
+            shifts.append(after - before)
+            pieces += [content, own]
+            before, after = before + len(own), after + len(own)
+
+        def moved(place: int) -> int:
+            return place + shifts[bisect_right(befores, place) - 1]
+
+        return "".join(pieces), sorted(contents), [(moved(start), moved(stop)) for start, stop in self.marks]
+
+
+_Shape = tuple[tuple[str, str | None], ...]
+
+
+def _shape(conversation: Conversation) -> _Shape | None:
+    """What decides a skeleton: roles, and contents that are blank. None where more than that does."""
+    if conversation.tools:
+        return None
+    for message in conversation.messages:
+        if message != Message(message.role, message.content, trained=message.trained):
+            return None
+    return tuple((m.role, None if m.content.strip() else m.content) for m in conversation.messages)
 
 
 class Labeller:
@@ -89,35 +174,43 @@ class Labeller:
         self._template, self._tokenizer, self._train_on = template, tokenizer, train_on
         self._end = re.compile(r"\s*(" + "|".join(map(re.escape, template.ends)) + ")")
         self._control = re.compile("|".join(map(re.escape, tokenizer.special)) or r"(?!)")
-        self._skeletons: dict[tuple[tuple[str, bool], ...], list[str]] = {}
+        self._skeletons: dict[_Shape, _Skeleton] = {}
 
     def encode(self, conversation: Conversation) -> Encoded:
-        """Tokens and labels of a conversation.
+        """Tokens and labels of a conversation without images.
 
         Raises:
             BadRow: it cannot be rendered faithfully; says why.
         """
-        rendered = self.render(conversation)
-        cuts = sorted({cut for _, span in rendered.contents for cut in span})
-        cuts = sorted({*cuts, *(cut for _, t in rendered.turns for cut in (t.start, t.end, t.stop))})
+        return self.encode_rendered(conversation, self.render(conversation))
+
+    def encode_rendered(
+        self, conversation: Conversation, rendered: Rendered, images: Sequence[Span] = ()
+    ) -> Encoded:
+        """Tokens and labels of a rendering. What stands for `images` is never learnt."""
+        cuts = sorted(
+            {cut for _, span in rendered.contents for cut in span}
+            | {cut for _, turn in rendered.turns for cut in (turn.start, turn.end, turn.stop)}
+            | {cut for span in images for cut in span}
+        )
         ids, ends = self._tokenizer.encode_with_ends(rendered.text, cuts)
-
-        def token(cut: int) -> int:
-            """The number of tokens that end at or before character `cut`."""
-            return int(np.searchsorted(ends, cut, side="right"))
-
-        turns = [(i, Turn(token(t.start), token(t.end), token(t.stop))) for i, t in rendered.turns]
+        # to each cut the number of tokens that end at or before that character
+        token = dict(zip(cuts, np.searchsorted(ends, cuts, side="right").tolist(), strict=True))
+        turns = [(i, Turn(token[t.start], token[t.end], token[t.stop])) for i, t in rendered.turns]
         messages = conversation.messages
         supervised = np.full(len(ids), self._train_on == "all")
         if self._train_on != "all":
             for number, turn in turns[-1:] if self._train_on == "last" else turns:
                 supervised[turn.start : turn.stop] = messages[number].trained
+        spans = tuple((token[start], token[stop]) for start, stop in images)
+        for start, stop in spans:
+            supervised[start:stop] = False
         prompts = [
-            (token(start), token(stop))
+            (token[start], token[stop])
             for number, (start, stop) in rendered.contents
             if messages[number].role != "assistant"
         ]
-        return Encoded(ids, supervised, tuple(prompts), tuple(turn for _, turn in turns))
+        return Encoded(ids, supervised, tuple(prompts), tuple(turn for _, turn in turns), spans)
 
     def render(self, conversation: Conversation) -> Rendered:
         """The text of a conversation, and where contents and assistant turns lie in it.
@@ -130,8 +223,14 @@ class Labeller:
                 raise BadRow(
                     "a message holds a control token of the tokenizer", f"{found[0]} in message {number}"
                 )
-        text, marks = self._template.render(conversation)
-        contents = self._contents(conversation, text)
+        shape = _shape(conversation)
+        skeleton = self._skeletons.get(shape) if shape is not None else None
+        if skeleton is not None and self._template.verbatim:
+            text, contents, marks = skeleton.filled(conversation)
+        else:
+            text, marks = self._template.render(conversation)
+            skeleton = skeleton or self._skeleton(conversation, shape)
+            contents = self._contents(conversation, text, skeleton.parts)
         speaking = [i for i, message in enumerate(conversation.messages) if message.role == "assistant"]
         if len(marks) == len(speaking):
             turns = [self._marked(text, mark) for mark in marks]
@@ -140,16 +239,17 @@ class Labeller:
             turns = [self._found(conversation, text, i, spans.get(i)) for i in speaking]
         return Rendered(text, tuple(contents), tuple(zip(speaking, turns, strict=True)))
 
-    def _contents(self, conversation: Conversation, text: str) -> list[tuple[int, Span]]:
+    def _contents(self, conversation: Conversation, text: str, skeleton: list[str]) -> list[tuple[int, Span]]:
         """Where each content lies: walks along the skeleton of the template's own text."""
-        skeleton = self._skeleton(conversation)
         messages = conversation.messages
+        pieces = _pieces(conversation)
         found: dict[int, Span] = {}
         at = len(skeleton[0])
         if not text.startswith(skeleton[0]):
             raise self._unfaithful("its own text depends on the contents")
-        for number, after in zip(map(int, skeleton[1::2]), skeleton[2::2], strict=True):
-            for written in _variants(messages[number].content):
+        for piece, after in zip(map(int, skeleton[1::2]), skeleton[2::2], strict=True):
+            number, content = pieces[piece]
+            for written in _variants(content):
                 stop = at + len(written)
                 if text.startswith(written, at) and text.startswith(after, stop):
                     break
@@ -157,32 +257,30 @@ class Labeller:
                 raise self._unfaithful(
                     f"message {number + 1} ({messages[number].role}) is not written as it is"
                 )
-            found[number] = (at, stop)
+            found[piece] = (at, stop)
             at = stop + len(after)
         if at != len(text):
             raise self._unfaithful("its own text depends on the contents")
-        for number, message in enumerate(messages):
-            if message.content.strip() and number not in found:
-                raise self._unfaithful(f"message {number + 1} ({message.role}) is left out")
-        return sorted(found.items())
+        for piece, (number, _) in enumerate(pieces):
+            if piece not in found:
+                raise self._unfaithful(f"message {number + 1} ({messages[number].role}) is left out")
+        return sorted((pieces[piece][0], span) for piece, span in found.items())
 
     def _unfaithful(self, detail: str) -> BadRow:
         return BadRow(f"the chat template {self._template.name} does not render it faithfully", detail)
 
-    def _skeleton(self, conversation: Conversation) -> list[str]:
-        """The template's own text, in turns with the numbers of the messages whose contents come between."""
-        messages = conversation.messages
-        plain = not conversation.tools and not any(m.tool_calls or m.reasoning or m.name for m in messages)
-        shape = tuple((message.role, bool(message.content.strip())) for message in messages)
-        if plain and shape in self._skeletons:
-            return self._skeletons[shape]
-        marked = [
-            replace(message, content=f"\ufdd1{i}\ufdd2") if message.content.strip() else message
-            for i, message in enumerate(messages)
-        ]
-        text, _ = self._template.render(replace(conversation, messages=tuple(marked)))
-        skeleton = _SENTINEL.split(text)
-        if plain and len(self._skeletons) < _KEPT_SKELETONS:
+    def _skeleton(self, conversation: Conversation, shape: _Shape | None) -> _Skeleton:
+        """The template's own text around the contents of a conversation; kept for others of this `shape`."""
+        numbers = count()
+
+        def marked(content: str) -> str:
+            parts = content.split(IMAGE)
+            return IMAGE.join(f"\ufdd1{next(numbers)}\ufdd2" if part.strip() else part for part in parts)
+
+        messages = [replace(message, content=marked(message.content)) for message in conversation.messages]
+        text, marks = self._template.render(replace(conversation, messages=tuple(messages)))
+        skeleton = _Skeleton(_SENTINEL.split(text), marks)
+        if shape is not None and len(self._skeletons) < _KEPT_SKELETONS:
             self._skeletons[shape] = skeleton
         return skeleton
 
@@ -219,6 +317,16 @@ class Labeller:
                 f"but with {text[stop : stop + 20]!r}",
             )
         return Turn(start, stop, found.end())
+
+
+def _pieces(conversation: Conversation) -> list[tuple[int, str]]:
+    """(message, text) of all that stands between images and is not blank: a template may put images before it all."""
+    return [
+        (number, text)
+        for number, message in enumerate(conversation.messages)
+        for text in message.content.split(IMAGE)
+        if text.strip()
+    ]
 
 
 def _variants(content: str) -> list[str]:

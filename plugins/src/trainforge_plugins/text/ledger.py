@@ -29,10 +29,12 @@ class RowLedger:
         """Count the rows of the next unit.
 
         Raises:
-            DataError: a row cannot be used, and the recipe is strict.
+            DataError: a row cannot be used, and the recipe is strict; or it shows that none like it can be.
         """
         if unit.source != self._source:
             self._source, self._lines_before = unit.source, 0
+        if piece.fatal is not None:
+            raise DataError(f"{unit.place(self._lines_before + piece.fatal[0])}: {piece.fatal[1]}")
         self.documents += len(piece.starts)
         if unit.repeat:
             self.repeated += piece.used  # another pass over rows that are already counted

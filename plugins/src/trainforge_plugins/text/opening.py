@@ -17,7 +17,7 @@ from trainforge.errors import DataError
 Compression = Literal["", "gz", "zst"]
 READ_BYTES = 1 << 16
 
-EXTRAS = {"pyarrow": "parquet", "zstandard": "zstd", "fsspec": "remote"}
+EXTRAS = {"pyarrow": "parquet", "zstandard": "zstd", "fsspec": "remote", "PIL": "images"}
 """Which extra of trainforge-plugins brings which package."""
 
 
@@ -36,8 +36,8 @@ def need(package: str, what: str) -> Any:
         return importlib.import_module(package)
     except ImportError:
         raise DataError(
-            f"{what} needs the package {package}, which is not installed: "
-            f"pip install 'trainforge-plugins[{EXTRAS[package]}]'"
+            f"{what} needs the package {package.partition('.')[0]}, which is not installed: "
+            f"pip install 'trainforge-plugins[{EXTRAS[package.partition('.')[0]]}]'"
         ) from None
 
 

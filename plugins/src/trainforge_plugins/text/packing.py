@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from trainforge.stages import IGNORED, Batch
 from trainforge_plugins.text.cache import TokenCache
+
+if TYPE_CHECKING:
+    from trainforge_plugins.text.pictures import Pictures
 
 PADDING = -1
 """The document id of padding."""
@@ -64,6 +68,20 @@ class Rows(ABC):
     def __getitem__(self, number: int) -> Row:
         """Row `number`, counted from 0."""
 
+    def prepare(self, numbers: Iterable[int]) -> None:  # noqa: B027
+        """Begin in the background with what the rows `numbers` will need beside their tokens."""
+
+    def inputs(self, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The model's inputs beside tokens that the rows `numbers` have (`pixel_values`, ...), one row after the other.
+
+        Raises:
+            DataError: they are not what they were when the rows were tokenised.
+        """
+        return {}
+
+    def close(self) -> None:  # noqa: B027
+        """End what works in the background."""
+
 
 class TextRows(Rows):
     """Rows of `length` tokens of a stream of documents."""
@@ -88,14 +106,26 @@ class TextRows(Rows):
 
 
 class ConversationRows(Rows):
-    """Rows of whole conversations: several in one, padded to `length`, or (`packed` False) one each, not padded."""
+    """Rows of whole conversations: several in one, padded to `length`, or (`packed` False) one each, not padded.
 
-    def __init__(self, cache: TokenCache, length: int, padding_id: int, packed: bool) -> None:
-        self._cache, self.padding_id = cache, padding_id
+    One with images always has a row of its own, not padded.
+    """
+
+    def __init__(
+        self,
+        cache: TokenCache,
+        length: int,
+        padding_id: int,
+        packed: bool,
+        pictures: Pictures | None = None,
+    ) -> None:
+        self._cache, self.padding_id, self._pictures = cache, padding_id, pictures
         self._length = length if packed else 0
         self._bounds = cache.bounds()
         if packed:
-            self._order, self._firsts = pack(np.diff(self._bounds), length)
+            alone = np.zeros(cache.documents, bool)
+            alone[cache.images.documents] = True
+            self._order, self._firsts = pack(np.diff(self._bounds), length, alone=alone)
         else:
             self._order = np.arange(cache.documents)
             self._firsts = np.arange(cache.documents + 1)
@@ -119,21 +149,57 @@ class ConversationRows(Rows):
             labels.append(np.append(np.where(supervised[1:], tokens[1:], IGNORED), IGNORED))
             cuts.append(cuts[-1] + len(tokens))
         row = _row(np.concatenate(ids), np.concatenate(labels), np.array(cuts[1:-1], np.int64))
-        return _padded(row, max(self._length, row.real), self.padding_id)
+        length = 0 if self._with_images([number]) else self._length
+        return _padded(row, max(length, row.real), self.padding_id)
+
+    def _with_images(self, numbers: Iterable[int]) -> list[int]:
+        """The documents of those of the rows `numbers` that have images."""
+        known = self._cache.images.documents
+        firsts = [int(self._order[self._firsts[number]]) for number in numbers]
+        places = np.searchsorted(known, firsts).tolist()
+        return [
+            document
+            for document, at in zip(firsts, places, strict=True)
+            if at < len(known) and known[at] == document
+        ]
+
+    def prepare(self, numbers: Iterable[int]) -> None:
+        """Begin with the images of the rows `numbers`."""
+        if self._pictures is not None:
+            self._pictures.prepare(self._with_images(numbers))
+
+    def inputs(self, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What the model's processor makes of the images of the rows `numbers`."""
+        return {} if self._pictures is None else self._pictures.inputs(self._with_images(numbers))
+
+    def close(self) -> None:
+        """End the threads that decode."""
+        if self._pictures is not None:
+            self._pictures.close()
 
 
-def pack(sizes: np.ndarray, length: int, window: int = WINDOW) -> tuple[np.ndarray, np.ndarray]:
+def pack(
+    sizes: np.ndarray, length: int, window: int = WINDOW, alone: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Put documents of `sizes` (1 to `length`) into rows of `length`, within each window of documents.
 
     Gives the documents row after row, and where each row begins in that list (and its end). Documents within a row, and
-    rows by their first document, keep the data's order.
+    rows by their first document, keep the data's order. `alone` marks documents that share their row with no other.
     """
-    rows: list[list[int]] = []
+    orders, counts = (
+        [np.empty(0, np.int64)],
+        [0],
+    )  # arrays: they take less memory than the rows of one window as lists
+    single = np.zeros(len(sizes), bool) if alone is None else alone
     for begin in range(0, len(sizes), window):
-        part = sizes[begin : begin + window].tolist()
-        rows += sorted(sorted(begin + document for document in row) for row in _fill_rows(part, length))
-    order = np.fromiter((document for row in rows for document in row), np.int64, len(sizes))
-    return order, np.cumsum([0, *(len(row) for row in rows)])
+        here = np.arange(begin, min(begin + window, len(sizes)))
+        shared = here[~single[here]].tolist()
+        filled = _fill_rows(sizes[shared].tolist(), length)
+        together = [sorted(shared[place] for place in row) for row in filled]
+        rows = sorted(together + [[document] for document in here[single[here]].tolist()])
+        orders.append(np.fromiter((document for row in rows for document in row), np.int64, len(here)))
+        counts += map(len, rows)
+    return np.concatenate(orders), np.cumsum(counts)
 
 
 def _fill_rows(sizes: list[int], length: int) -> Iterator[list[int]]:
@@ -216,7 +282,11 @@ def collate(rows: Rows, numbers: Sequence[int], length: int, index: int, pin: bo
         return _batch([_empty(length, rows.padding_id)], (), index, pin)
     made = [rows[number] for number in numbers]
     longest = max(len(row.input_ids) for row in made)
-    return _batch([_padded(row, longest, rows.padding_id) for row in made], tuple(numbers), index, pin)
+    batch = _batch([_padded(row, longest, rows.padding_id) for row in made], tuple(numbers), index, pin)
+    batch.inputs = {
+        name: tensor.pin_memory() if pin else tensor for name, tensor in rows.inputs(numbers).items()
+    }
+    return batch
 
 
 def _batch(rows: list[Row], numbers: tuple[int, ...], index: int, pin: bool) -> Batch:

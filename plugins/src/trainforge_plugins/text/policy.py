@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from trainforge_plugins.text.conversation import BadRow
+from trainforge_plugins.text.images import ImageFile
 from trainforge_plugins.text.labels import Encoded
 
 TooLong = Literal["drop", "cut_prompt", "cut_tail"]
@@ -29,11 +30,19 @@ class DoesNotFit(BadRow):
 
 @dataclass(frozen=True)
 class Fitted:
-    """A conversation that fits into a row: ids int64 and supervised bool, both `[tokens]`; whether it was cut."""
+    """A conversation that fits into a row.
+
+    Attributes:
+        ids: token ids, int64 `[tokens]`.
+        supervised: bool `[tokens]`.
+        truncated: whether it was cut.
+        images: the files of its images, with the tokens that stand for them.
+    """
 
     ids: np.ndarray
     supervised: np.ndarray
     truncated: bool
+    images: tuple[ImageFile, ...] = ()
 
 
 def fit(encoded: Encoded, max_len: int, too_long: TooLong) -> Fitted:
@@ -45,6 +54,8 @@ def fit(encoded: Encoded, max_len: int, too_long: TooLong) -> Fitted:
     - `cut_tail`: turns that do not fit are left off at the end. An assistant turn that fits in part keeps its
       beginning and its end token, but the end token has no label: the answer does not end there.
 
+    One with images is never cut: it would no longer be about what they show.
+
     Raises:
         DoesNotFit: it is longer and cannot be used; says which length would do.
         BadRow: it has no token to learn from, at any length.
@@ -55,6 +66,8 @@ def fit(encoded: Encoded, max_len: int, too_long: TooLong) -> Fitted:
         return Fitted(encoded.ids, encoded.supervised, False)
     if too_long == "drop":
         raise DoesNotFit("longer than text.max_len", len(encoded.ids))
+    if encoded.images:
+        raise DoesNotFit("longer than text.max_len, and rows with images are not cut", len(encoded.ids))
     keep, supervised = (
         _without_middles(encoded, max_len) if too_long == "cut_prompt" else _beginning(encoded, max_len)
     )

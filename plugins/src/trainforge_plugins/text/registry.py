@@ -31,7 +31,7 @@ KNOWN = (
     "split",
 )
 PREFERENCES = ("chosen", "rejected", "kto_tag")
-MEDIA = ("images", "videos", "audios")
+MEDIA = ("videos", "audios")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _entry(registry: dict[str, Any], name: str, path: Path) -> Entry:
     columns, tags = _names(entry, "columns", where), _names(entry, "tags", where)
     for column in (*PREFERENCES, *MEDIA):
         if column in columns:
-            what = "preference data" if column in PREFERENCES else "images, videos or sound"
+            what = "preference data" if column in PREFERENCES else "videos or sound"
             raise DataError(f"{where}: the column {column!r} is for {what}, which text cannot use: remove it")
     formatting = entry.get("formatting", "alpaca")
     if formatting not in ("alpaca", "sharegpt", "openai"):

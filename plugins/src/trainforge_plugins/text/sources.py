@@ -59,6 +59,7 @@ class Source:
         repeat: the number of this pass over the file, from 0, when `text.sources` gives it a weight.
         share: how much of the rows this pass uses, chosen by a key.
         limit: rows that are read at most, the first ones.
+        has_images: whether some of its first rows have images, so that its rows take long.
     """
 
     path: Path | str
@@ -71,6 +72,7 @@ class Source:
     repeat: int = 0
     share: float = 1.0
     limit: int | None = None
+    has_images: bool = False
 
     @property
     def in_spans(self) -> bool:

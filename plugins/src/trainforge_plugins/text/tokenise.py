@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from trainforge.errors import DataError
 from trainforge_plugins.text.containers import Fault
-from trainforge_plugins.text.conversation import BadRow
+from trainforge_plugins.text.conversation import BadRow, LacksColumn
 from trainforge_plugins.text.formats import to_conversation
+from trainforge_plugins.text.images import ImageFile
 from trainforge_plugins.text.policy import DoesNotFit
 from trainforge_plugins.text.rendering import Renderer, Rendering
 from trainforge_plugins.text.rows import Count, bad_byte, read_rows, unit_bytes
@@ -54,6 +56,9 @@ class Piece:
         fields: names of columns seen in rows that lacked the wanted one.
         top: the largest token id and the row where it first stands (in a text: the unit's first line), or None.
         needed: the smallest `max_len` that would make a row usable which is skipped for its length, or None.
+        images: (document within the piece, its images) of documents that have some.
+        unused_images: images of rows that were skipped.
+        fatal: what ends the run, with the row that showed it, or None.
     """
 
     tokens: np.ndarray
@@ -67,6 +72,9 @@ class Piece:
     fields: list[str] = field(default_factory=list)
     top: tuple[int, int] | None = None
     needed: int | None = None
+    images: list[tuple[int, tuple[ImageFile, ...]]] = field(default_factory=list)
+    unused_images: list[ImageFile] = field(default_factory=list)
+    fatal: tuple[int, str] | None = None
 
     def skip(self, line: int, reason: str, detail: str = "") -> None:
         """Note that the row at `line` is not used."""
@@ -138,13 +146,22 @@ class Tokeniser:
             if unit.rows.recognise(row) is None:
                 piece.lacks(row)
             try:
-                fitted = self._renderer.render(to_conversation(row, unit.rows))
+                conversation = to_conversation(row, unit.rows)
+                fitted = self._renderer.render(conversation, unit.folder)
+            except DataError as error:
+                piece.fatal = (number, str(error))
+                break
             except BadRow as bad:
                 piece.skip(number, bad.reason, bad.detail)
+                piece.unused_images += self._renderer.opened
+                if isinstance(bad, LacksColumn):
+                    piece.lacks(row)
                 if isinstance(bad, DoesNotFit):
                     piece.needed = min(bad.needed, piece.needed or bad.needed)
                 continue
             piece.truncated += fitted.truncated
+            if fitted.images:
+                piece.images.append((len(documents), fitted.images))
             documents.append(fitted.ids.astype(piece.tokens.dtype))
             labels.append(fitted.supervised)
             numbers.append(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,7 @@ class Tokenizer(ABC):
         special: texts that become control tokens wherever they stand.
         variables: what chat templates may ask for (`eos_token`, `bos_token`, ...), with its text.
         chat_template: the tokenizer's own chat template, or None.
+        prefix: the token that it puts before a text when it is asked for control tokens; empty without one.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Tokenizer(ABC):
     special: Sequence[str] = ()
     variables: Mapping[str, str] = MappingProxyType({})
     chat_template: str | None = None
+    prefix: str = ""
 
     @property
     def dtype(self) -> np.dtype:
@@ -91,6 +94,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
+
+    def continuation(self, ids: Sequence[int]) -> str:
+        """The text that a model wrote, up to the first end token: what comes after it is no part of the document."""
+        ids = list(ids)
+        return self.decode(ids[: ids.index(self.end)] if self.end in ids else ids)
 
     @abstractmethod
     def show(self, ids: Sequence[int]) -> str:
@@ -121,8 +129,11 @@ class ByteTokenizer(Tokenizer):
 
     def encode_with_ends(self, text: str, cuts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """The bytes of each character, and the document end for `END_TEXT`."""
-        sizes = np.array([len(character.encode("utf-8")) for character in text], np.int64)
-        points = np.array([character == END_TEXT for character in text], bool)
+        code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        sizes = np.ones(len(code_points), np.int64)
+        for first in (0x80, 0x800, 0x10000):
+            sizes += code_points >= first
+        points = code_points == ord(END_TEXT)
         sizes[points] = 1
         ids = np.frombuffer(text.replace(END_TEXT, "\0").encode("utf-8"), np.uint8).astype(np.int64)
         ids[(np.cumsum(sizes) - sizes)[points]] = DOCUMENT_END
@@ -230,6 +241,11 @@ def chosen_tokenizer(ctx: Context, wanted: str) -> str:
     return str(getattr(ctx.model_config, "hf", None) or BYTES)
 
 
+def own_code_allowed(ctx: Context) -> bool:
+    """Whether code that a model's folder brings may run (`model.trust_remote_code`)."""
+    return bool(getattr(ctx.model_config, "trust_remote_code", False))
+
+
 def load_tokenizer(ctx: Context, wanted: str) -> Tokenizer:
     """Load the tokenizer that `text.tokenizer` names.
 
@@ -248,7 +264,7 @@ def load_tokenizer(ctx: Context, wanted: str) -> Tokenizer:
         raise DataError(
             f"text.tokenizer: {name} does not exist: name a tokenizer's folder, a hub id, or bytes"
         )
-    return _from_transformers(name, path if path.is_dir() else None)
+    return _from_transformers(name, path if path.is_dir() else None, own_code_allowed(ctx))
 
 
 def _from_file(name: str, path: Path) -> Tokenizer:
@@ -266,7 +282,7 @@ def _from_file(name: str, path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _from_transformers(name: str, folder: Path | None) -> Tokenizer:
+def _from_transformers(name: str, folder: Path | None, code: bool = False) -> Tokenizer:
     os.environ.setdefault(
         "TOKENIZERS_PARALLELISM", "false"
     )  # workers are the parallelism; also silences a warning
@@ -275,9 +291,14 @@ def _from_transformers(name: str, folder: Path | None) -> Tokenizer:
     trouble = None if folder is not None else _hub_trouble(name)
     try:
         loaded = AutoTokenizer.from_pretrained(
-            str(folder or name), trust_remote_code=False, local_files_only=trouble is not None
+            str(folder or name), trust_remote_code=code, local_files_only=trouble is not None
         )
     except Exception as error:  # OSError, ValueError, network errors of several libraries
+        if not code and "trust_remote_code" in str(error):
+            raise DataError(
+                f"text.tokenizer: {name} needs Python code of its own, which could do anything that you can: read it "
+                "and allow it with model.trust_remote_code: true, name another tokenizer, or set text.tokenizer: bytes"
+            ) from None
         if folder is not None:
             raise DataError(
                 f"text.tokenizer: cannot read a tokenizer in {folder}: {_first_line(error)}: "
@@ -299,7 +320,20 @@ def _from_transformers(name: str, folder: Path | None) -> Tokenizer:
     }
     if loaded.chat_template:  # a text, or several by name
         tokenizer.chat_template = str(loaded.get_chat_template())
+    elif folder is not None:
+        tokenizer.chat_template = _template_of_processor(folder)
+    if loaded("")["input_ids"] == [loaded.bos_token_id]:
+        tokenizer.prefix = str(loaded.bos_token)
     return tokenizer
+
+
+def _template_of_processor(folder: Path) -> str | None:
+    """The chat template that older processors keep in a file of their own."""
+    try:
+        found = json.loads((folder / "chat_template.json").read_text("utf-8"))["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _hub_trouble(name: str) -> Exception | None:

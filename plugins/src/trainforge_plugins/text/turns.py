@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from trainforge_plugins.text.conversation import BadRow, Message
+from trainforge_plugins.text.conversation import IMAGE, BadRow, ImageReference, Message
+from trainforge_plugins.text.images import read_reference
 from trainforge_plugins.text.values import check_characters, kind_of, structured, text_of
 
 CALL = "call"
@@ -76,16 +77,20 @@ def _message(turn: Any, column: str, tags: Tags, complete: bool) -> Message:
     key = next((name for name in tags.content_keys if turn.get(name) is not None), tags.content_keys[-1])
     if role == CALL:
         return Message("assistant", "", tool_calls=_calls(turn.get(key), key))
-    content = _content(turn.get(key), key)
+    content, images = _content(turn.get(key), key)
     if role == "assistant":
-        return _assistant(turn, content, key, complete)
+        return replace(_assistant(turn, content, key, complete), images=images)
     if role == "tool":
         return Message(
-            role, content, name=_optional(turn, "name"), tool_call_id=_optional(turn, "tool_call_id")
+            role,
+            content,
+            name=_optional(turn, "name"),
+            tool_call_id=_optional(turn, "tool_call_id"),
+            images=images,
         )
     if role == "user" and not content.strip():
         raise BadRow(f"{key!r} of a user turn is empty")
-    return Message(role, content)
+    return Message(role, content, images=images)
 
 
 def _role(turn: dict[str, Any], column: str, tags: Tags) -> str:
@@ -100,19 +105,24 @@ def _role(turn: dict[str, Any], column: str, tags: Tags) -> str:
     raise BadRow(f"a turn of {column!r} has no role ({' or '.join(map(repr, tags.role_keys))})")
 
 
-def _content(value: Any, key: str) -> str:
-    """Text, or the joined text of a list of parts as OpenAI writes them."""
+def _content(value: Any, key: str) -> tuple[str, tuple[ImageReference | None, ...]]:
+    """Text, or the joined parts of a list as OpenAI writes them, with the images among them (None: named elsewhere)."""
     if not isinstance(value, list):
-        return text_of(value, key)
-    texts = []
+        return text_of(value, key), ()
+    texts: list[str] = []
+    images: list[ImageReference | None] = []
     for part in value:
         if isinstance(part, str):
             texts.append(text_of(part, key))
         elif isinstance(part, dict) and part.get("type", "text") == "text":
             texts.append(text_of(part.get("text"), "text"))
+        elif isinstance(part, dict) and part.get("type") in ("image", "image_url"):
+            texts.append(IMAGE)
+            named = any(value is not None for name, value in part.items() if name != "type")
+            images.append(read_reference(part, "image") if named else None)
         else:
-            raise BadRow(f"{key!r} has a part that is not text", _part_kind(part))
-    return "".join(texts)
+            raise BadRow(f"{key!r} has a part that is neither text nor image", _part_kind(part))
+    return "".join(texts), tuple(images)
 
 
 def _part_kind(part: Any) -> str:

@@ -28,6 +28,9 @@ from trainforge_plugins.text.sources import Format, Source
 UNIT_BYTES = 1 << 20
 """Bytes in one unit of work: small, so that a worker's memory does not depend on the size of a file."""
 
+IMAGE_UNIT_BYTES = 1 << 14
+"""The same for rows with images: some 50 of them, which take seconds."""
+
 WINDOW_BYTES = 1 << 16
 WHITESPACE = b" \t\r\n\f\v"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -65,6 +68,11 @@ class Unit:
     repeat: int = 0
     share: float = 1.0
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder that the file lies in; None for an address."""
+        return self.path.parent if isinstance(self.path, Path) else None
+
     def __str__(self) -> str:
         return f"{self.path} (bytes {self.start} to {self.stop})"
 
@@ -86,7 +94,8 @@ def cut_units(sources: Sequence[Source], unit_bytes: int = UNIT_BYTES) -> Iterat
     for index, source in enumerate(sources):
         if source.size or not isinstance(source.path, Path):
             try:
-                yield from _units_of(index, source, unit_bytes)
+                size = min(unit_bytes, IMAGE_UNIT_BYTES) if source.has_images else unit_bytes
+                yield from _units_of(index, source, size)
             except OSError as error:
                 raise DataError(f"cannot read {source.path} any more: {error.strerror}") from None
 

@@ -147,6 +147,7 @@ def _check_calls(hook: str, provider: Provider) -> None:
     for what, function, arguments in (
         ("build", provider.build, ("ctx", "config")),
         ("estimate", provider.estimate, ("ctx", "model", "config")),
+        ("tokenizer", provider.tokenizer, ("ctx", "config")),
     ):
         if function is None:
             continue

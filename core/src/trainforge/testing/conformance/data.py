@@ -14,13 +14,15 @@ import torch
 from trainforge.errors import DataExhausted, IncompatibleError
 from trainforge.stages import IGNORED, Batch, Comm, Data
 from trainforge.testing.bench import REFERENCE, build_stage, load_plugin, tiny_context
-from trainforge.testing.conformance.base import PluginConformance, refusal
+from trainforge.testing.conformance.base import refusal
+from trainforge.testing.conformance.exporting import TokenizerRules
 
 
-class DataConformance(PluginConformance):
+class DataConformance(TokenizerRules):
     """Whether data comes in one global order that any number of ranks shares, and resumes exactly.
 
-    Give the plugin a small data set in `config`: a few dozen samples.
+    Give the plugin a small data set in `config`: a few dozen samples. Override `reread_tokenizer` when its section can
+    name a saved tokenizer.
 
     Attributes:
         model: the recipe's `model` section for the tiny model (its `vocab` bounds the token ids).

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from trainforge.stages import IGNORED, Batch, Extent, ModelSpec, ParameterSpec
 from trainforge.testing.bench import Stages
-from trainforge.testing.conformance.base import PluginConformance, assert_close
+from trainforge.testing.conformance.base import assert_close
+from trainforge.testing.conformance.exporting import ModelExportRules
 
 
-class ModelConformance(PluginConformance):
+class ModelConformance(ModelExportRules):
     """Whether a model is described completely before it has storage, and computes what the description says.
+
+    Override `reread` when a recipe can start from a folder that the model was exported to.
 
     Attributes:
         model: the recipe's `model` section: something tiny (2 or 3 layers, width 16 to 64, fp32).
@@ -35,7 +38,8 @@ class ModelConformance(PluginConformance):
         """The model as planning sees it: built alone, without a memory."""
         from trainforge.testing.bench import build_stage, load_plugin, tiny_context
 
-        ctx = tiny_context(folder, model=self.model, train=self.train, device=self.device, **facts)
+        facts = {"model": self.model, "train": self.train, "device": self.device, **facts}
+        ctx = tiny_context(folder, **facts)
         model: ModelSpec = build_stage(ctx, load_plugin(self.plugin), "model", {})
         return model
 
