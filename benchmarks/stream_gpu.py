@@ -68,7 +68,7 @@ def main() -> None:
     limits: dict[tuple[str, int], dict[str, Any]] = {}
     rows, runs = [], {}
     for name in names:
-        model, micro_batch, accumulate, budget, chunk = CASES[name]
+        model, micro_batch, _, budget, chunk = CASES[name]
         key = (model, micro_batch)
         if key not in limits:
             limits[key] = _side("limit", model, str(micro_batch), str(chunk))

@@ -241,5 +241,7 @@ def test_text_of_a_sample_goes_both_ways(tmp_path: Path):
     ids = data.encode("Wal 🐋")
     assert ids == list("Wal 🐋".encode())
     assert data.decode([*ids, 256]) == "Wal 🐋"
-    assert data.decode([*ids, 256, *ids, 256]) == "Wal 🐋"  # what is written after the end is another document
+    assert (
+        data.decode([*ids, 256, *ids, 256]) == "Wal 🐋"
+    )  # what is written after the end is another document
     assert data.encode("\ud800") == [ord("?")]

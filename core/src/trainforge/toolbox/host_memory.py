@@ -1,12 +1,13 @@
-"""Large tensors in host RAM: exact sizes, faulted in by all threads at once, page-locked where a device copies from them.
+"""Large tensors in host RAM: exact sizes, faulted in by all threads, page-locked where a device copies from them.
 
-PyTorch's own page-locked memory comes from a cache that rounds each block up to a power of two and lets one thread fault
-its pages; both hurt when most of a machine's RAM is wanted. Here memory is mapped, filled with zeros in parallel (huge
-pages where the kernel gives them), and then locked as it is.
+PyTorch's own page-locked memory comes from a cache that rounds each block up to a power of two and lets one thread
+fault its pages; both hurt when most of a machine's RAM is wanted. Here memory is mapped, filled with zeros in parallel
+(huge pages where the kernel gives them), and then locked as it is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from typing import Any
 
@@ -51,10 +52,10 @@ class HostMemory:
                 f"{size / 2**30:.1f} GiB of host RAM cannot be had ({error.strerror})"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(
+                OSError
+            ):  # a kernel without them: ordinary pages do as well, only more slowly
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # a kernel without them: ordinary pages do as well, only more slowly
-                pass
         return mapping
 
     def _lock(self, tensor: Tensor, size: int) -> Tensor:

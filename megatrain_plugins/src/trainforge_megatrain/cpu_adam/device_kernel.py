@@ -68,7 +68,7 @@ def update(
 
 
 @triton.jit
-def _adamw(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913
+def _adamw(  # type: ignore[no-untyped-def]
     high_ptr, low_ptr, grad_ptr, avg_ptr, sq_ptr, step_ptr, scale_ptr, found_ptr,
     elements, lr, shrink, beta1, beta2, rest1, rest2, log_beta1, log_beta2, eps,
     BLOCK: tl.constexpr,

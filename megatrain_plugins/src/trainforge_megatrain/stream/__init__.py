@@ -35,8 +35,8 @@ class StreamSection(Section):
     slots: int = Field(2, ge=2, le=8, description="blocks that have room on the device at the same time")
     grads: Literal["bf16", "fp32"] = Field(
         "bf16",
-        description="in which dtype a bf16 run's gradients travel to host RAM; micro-batches are added up in fp32 on the "
-        "device either way, and with a single one nothing is lost",
+        description="in which dtype a bf16 run's gradients travel to host RAM; micro-batches are added up in fp32 "
+        "on the device either way, and with a single one nothing is lost",
     )
     pin: bool = Field(
         True,

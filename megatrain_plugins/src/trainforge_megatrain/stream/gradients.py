@@ -151,7 +151,7 @@ class Gradients:
         return Landed(self.landed[unit], self._wait)
 
     def end(self, units: Sequence[Unit], sink: Sink) -> None:
-        """Finish what is left (units that are no blocks, blocks that something passed by), and zero what got nothing."""
+        """Finish what is left (what is no block, blocks that something passed by), and zero what got nothing."""
         for unit in reversed(units):
             if unit in self._filling:
                 self.finish(unit, sink)

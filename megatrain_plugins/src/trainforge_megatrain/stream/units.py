@@ -1,4 +1,4 @@
-"""What a streaming memory moves and updates at a time: a repeated block, or what lies before, between or after blocks."""
+"""What a streaming memory moves and updates at a time: a repeated block, or what lies before, between or after."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Walk:
             places = [
                 i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()
             ][:1]
-        marked = _Mark.apply(self, unit, self._anchor, *(leaves[i] for i in places))  # type: ignore[no-untyped-call]
+        marked = _Mark.apply(self, unit, self._anchor, *(leaves[i] for i in places))
         for place, tensor in zip(places, marked, strict=True):
             leaves[place] = tensor
         both: tuple[Any, Any] = tree_unflatten(leaves, tree)
@@ -202,7 +202,7 @@ RandomState = tuple[Tensor, Tensor | None]
 
 
 def _random_state(device: torch.device) -> RandomState:
-    """PyTorch's generators. (Those of Python and NumPy are for data; a forward does not draw from them.)"""
+    """PyTorch's generators; those of Python and NumPy are for data, and a forward does not draw from them."""
     if device.type == "cpu":
         return torch.get_rng_state(), None
     return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)

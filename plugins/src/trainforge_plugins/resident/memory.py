@@ -14,9 +14,7 @@ from trainforge.errors import CheckpointError, ConfigError
 from trainforge.seeding import seed_everything
 from trainforge.stages import (
     Batch,
-    Extent,
     Memory,
-    NamedTensor,
     ParameterSpec,
     PartState,
     Ready,
@@ -190,4 +188,3 @@ class Resident(Memory):
     def close(self) -> None:
         """Take the hooks off the parameters."""
         self._accumulate.close()
-
