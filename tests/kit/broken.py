@@ -589,6 +589,31 @@ class SameLayoutOnly(ReferenceCheckpoint):
                     named.tensor.zero_()
 
 
+@breaks("checkpoint", "test_split_masters_are_fp32_in_it", "fp32 values that they are")
+class SavesUpperHalvesOnly(ReferenceCheckpoint):
+    @staticmethod
+    def _write_tensor(out, named):
+        return ReferenceCheckpoint._write_tensor(out, replace(named, low=None))
+
+
+@breaks("checkpoint", "test_split_masters_are_fp32_in_it", "lower halves")
+class FillsUpperHalvesOnly(ReferenceCheckpoint):
+    def restore(self, parts, path):
+        kept = [(low, low.clone()) for part in parts.values() for low in part.low.values()]
+        super().restore(parts, path)
+        for low, before in kept:
+            low.copy_(before)
+
+
+@breaks("checkpoint", "test_split_masters_are_fp32_in_it", "called not finite")
+class CallsLargeMastersInfinite(ReferenceCheckpoint):
+    def save(self, step, parts):
+        super().save(step, parts)
+        upper = [named.tensor for part in parts.values() for named in part.state().tensors]
+        finite = all(bool(tensor.isfinite().all()) for tensor in upper)
+        self._committed = [replace(info, finite=finite) for info in self._committed]
+
+
 @breaks("checkpoint", "test_a_committed_folder", "must lie in")
 class OtherNames(ReferenceCheckpoint):
     def save(self, step, parts):

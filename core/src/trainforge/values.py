@@ -270,9 +270,11 @@ class NamedTensor:
         if self.low is None:
             target.copy_(values)
         else:
+            import torch
+
             from trainforge.toolbox.halves import split
 
-            split(values.to(target.device), target, self.low[start:stop])
+            split(values.to(target.device, torch.float32), target, self.low[start:stop])
 
 
 @dataclass(frozen=True)

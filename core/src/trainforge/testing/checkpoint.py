@@ -71,7 +71,7 @@ class ReferenceCheckpoint(Checkpoint):
 
     @staticmethod
     def _write_tensor(out: Any, named: NamedTensor) -> dict[str, Any]:
-        content = _bytes(named.tensor)
+        content = _bytes(_values(named))
         start = out.tell()
         out.write(content)
         return {
@@ -80,7 +80,7 @@ class ReferenceCheckpoint(Checkpoint):
             "global_shape": named.extent.global_shape,
             "offset": named.extent.offset,
             "length": named.extent.length,
-            "dtype": str(named.tensor.dtype).removeprefix("torch."),
+            "dtype": str(named.dtype).removeprefix("torch."),
             "start": start,
             "bytes": len(content),
             "sha256": hashlib.sha256(content).hexdigest(),
@@ -150,7 +150,7 @@ class ReferenceCheckpoint(Checkpoint):
 
 def _finite(states: Mapping[str, PartState]) -> bool:
     named = (named for state in states.values() for named in state.tensors if named.key == "master")
-    return all(bool(torch.isfinite(one.tensor).all()) for one in named)
+    return all(bool(torch.isfinite(_values(one)).all()) for one in named)
 
 
 def _info(path: Path) -> CheckpointInfo:
@@ -159,9 +159,15 @@ def _info(path: Path) -> CheckpointInfo:
     return CheckpointInfo(facts["step"], path, facts["writer"], 0, facts["saved_at"], *about)
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
+def _values(named: NamedTensor) -> Tensor:
+    """A copy of the values, 1-D; those of split masters in fp32."""
+    values = torch.empty(named.extent.length, dtype=named.dtype)
+    named.read(0, values)
+    return values
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.view(torch.uint8).numpy().tobytes()
 
 
 def _fill(target: NamedTensor, saved: list[tuple[Path, dict[str, Any]]], part: str) -> None:
@@ -182,7 +188,7 @@ def _fill(target: NamedTensor, saved: list[tuple[Path, dict[str, Any]]], part: s
         content = bytearray(file.read_bytes()[entry["start"] : entry["start"] + entry["bytes"]])
         values = torch.frombuffer(content, dtype=getattr(torch, entry["dtype"]))
         here = slice(first - extent.offset, last - extent.offset)
-        target.tensor.detach().view(-1)[here] = values[first - entry["offset"] : last - entry["offset"]]
+        target.write(here.start, values[first - entry["offset"] : last - entry["offset"]])
         covered[here] = True
     if not found or not covered.all():
         raise CheckpointError(f"{part}: the checkpoint lacks {target.key} of {extent.name}")

@@ -34,11 +34,13 @@ def split(master: Tensor, high: Tensor, low: Tensor) -> None:
 
 
 def join(high: Tensor, low: Tensor, out: Tensor) -> None:
-    """Write the exact fp32 bits that `split` was given into `out` (fp32, 1-D, as long as the halves)."""
+    """Write the exact fp32 bits that `split` was given into `out` (fp32, 1-D, as long as the halves).
+
+    They are put together where the halves live, so that `out` on another device costs one copy of 4 bytes.
+    """
     pieces = zip(*(torch.split(part, _CHUNK) for part in (high, low, out)), strict=True)
     for upper, lower, whole in pieces:
-        bits = upper.view(torch.int16).to(whole.device, torch.int32) << 16
-        whole.view(torch.int32).copy_(bits + lower.to(whole.device, torch.int32))
+        whole.view(torch.int32).copy_((upper.view(torch.int16).int() << 16) + lower)
 
 
 def with_whole_masters(update: Callable[[Sequence[Slot]], None], slots: Sequence[Slot]) -> None:

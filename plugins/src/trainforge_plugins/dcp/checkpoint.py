@@ -297,7 +297,7 @@ def _check_wanted(path: Path, stored: Manifest, states: Mapping[str, PartState])
                     f"{label} has shape {list(entry.shape)} in the checkpoint {path} and "
                     f"{list(extent.global_shape)} in this run"
                 )
-            dtype = str(named.tensor.dtype).removeprefix("torch.")
+            dtype = str(named.dtype).removeprefix("torch.")
             if entry.dtype != dtype:
                 raise CheckpointError(
                     f"{label} is {entry.dtype} in the checkpoint {path} and {dtype} in this run"

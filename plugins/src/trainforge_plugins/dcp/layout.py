@@ -18,9 +18,7 @@ from trainforge_plugins.dcp.dtypes import CHUNK_BYTES, ITEM_BYTES
 from trainforge_plugins.dcp.manifest import elements
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from trainforge.stages import ModelSpec, Optimizer, PartState
+    from trainforge.stages import ModelSpec, NamedTensor, Optimizer, PartState
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Held:
 
     offset: int
     length: int
-    tensor: Tensor
+    named: NamedTensor
 
 
 def split_name(tensor: str) -> tuple[str, str, str]:
@@ -75,7 +73,7 @@ def held_tensors(states: Mapping[str, PartState]) -> tuple[list[Row], dict[str, 
     for part, state in states.items():
         for named in state.tensors:
             tensor, extent = f"{part}/{named.key}/{named.extent.name}", named.extent
-            dtype = str(named.tensor.dtype).removeprefix("torch.")
+            dtype = str(named.dtype).removeprefix("torch.")
             if "/" in part or "/" in named.key:
                 raise CheckpointError(
                     f"{tensor} cannot be saved: names of parts and keys must not contain a slash"
@@ -87,7 +85,7 @@ def held_tensors(states: Mapping[str, PartState]) -> tuple[list[Row], dict[str, 
                     f"{tensor} has {named.tensor.numel()} elements where its extent says {extent.length}"
                 )
             table.append([tensor, list(extent.global_shape), dtype, extent.offset, extent.length])
-            held.setdefault(tensor, []).append(Held(extent.offset, extent.length, named.tensor.detach()))
+            held.setdefault(tensor, []).append(Held(extent.offset, extent.length, named))
     return table, held
 
 

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from trainforge.errors import CheckpointError
+from trainforge.stages import NamedTensor
 from trainforge_plugins.dcp.layout import Held
 from trainforge_plugins.dcp.manifest import Manifest, Span, check_size, elements, read_manifest
 from trainforge_plugins.dcp.storage import unwrapped
@@ -86,13 +87,22 @@ class HeldLoadPlanner(LoadPlanner):
         raise AssertionError("a checkpoint holds tensors only")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where the elements go: a 1-D view of the live tensor."""
-        index = read_item.dest_index
-        flat = self._wanted[index.fqn][index.index or 0].tensor.view(-1)
-        return flat[read_item.dest_offsets[0] : read_item.dest_offsets[0] + read_item.lengths[0]]
+        """Where the elements go: a 1-D view of the live tensor; scratch where that is kept in halves."""
+        named, start, length = self._target(read_item)
+        if named.low is not None:
+            return torch.empty(length, dtype=named.dtype)
+        return named.tensor.detach().view(-1)[start : start + length]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: it was filled in place."""
+        """Split what goes into halves; everything else was filled in place."""
+        named, start, _ = self._target(read_item)
+        if named.low is not None:
+            named.write(start, tensor)
+
+    def _target(self, read_item: ReadItem) -> tuple[NamedTensor, int, int]:
+        index = read_item.dest_index
+        held = self._wanted[index.fqn][index.index or 0]
+        return held.named, read_item.dest_offsets[0], read_item.lengths[0]
 
 
 class CheckpointReader(StorageReader):

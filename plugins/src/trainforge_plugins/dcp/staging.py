@@ -45,7 +45,7 @@ class Staging:
         sources = {tensor: sorted(spans, key=lambda span: span.offset) for tensor, spans in held.items()}
         with self._side_stream():
             for chunk, copy in zip(chunks, self._copies, strict=True):
-                copy.copy_(_elements_of(chunk, sources[chunk.tensor]), non_blocking=self._accelerated)
+                _copy_elements(chunk, sources[chunk.tensor], copy)
         if self._stream is not None:
             self._stream.synchronize()
         return self._copies
@@ -76,9 +76,8 @@ class Staging:
         ]
 
 
-def _elements_of(chunk: Chunk, spans: Sequence[Held]) -> Tensor:
-    """The live elements of a chunk, 1-D. The plan gave this rank only chunks that lie within one of its spans."""
+def _copy_elements(chunk: Chunk, spans: Sequence[Held], out: Tensor) -> None:
+    """Copy a chunk's live elements. The plan gave this rank only chunks that lie within one of its spans."""
     candidates = spans[: bisect_right(spans, chunk.offset, key=lambda span: span.offset)]
     span = next(s for s in reversed(candidates) if s.offset + s.length >= chunk.offset + chunk.length)
-    start = chunk.offset - span.offset
-    return span.tensor.reshape(-1)[start : start + chunk.length]
+    span.named.read(chunk.offset - span.offset, out)

@@ -24,21 +24,26 @@ from trainforge.stages import (
 )
 from trainforge.testing.bench import Stages
 from trainforge.testing.conformance.base import PluginConformance, refusal
+from trainforge.toolbox.halves import split
 
 
 class Box:
-    """A part of a run for tests: any data, any tensors."""
+    """A part of a run for tests: any data, any tensors; `low` are lower halves of those that are kept split."""
 
     def __init__(
-        self, data: Mapping[str, Any], tensors: Mapping[tuple[str, Extent], Tensor], version: int = 1
+        self,
+        data: Mapping[str, Any],
+        tensors: Mapping[tuple[str, Extent], Tensor],
+        version: int = 1,
+        low: Mapping[tuple[str, Extent], Tensor] | None = None,
     ) -> None:
-        self.data, self.tensors, self.version = dict(data), dict(tensors), version
+        self.data, self.tensors, self.version, self.low = dict(data), dict(tensors), version, dict(low or {})
         self.loaded: tuple[int, dict[str, Any]] | None = None
 
     def state(self) -> PartState:
         """The live tensors."""
-        named = tuple(NamedTensor(key, extent, t) for (key, extent), t in self.tensors.items())
-        return PartState(self.version, self.data, named)
+        named = (NamedTensor(*place, t, self.low.get(place)) for place, t in self.tensors.items())
+        return PartState(self.version, self.data, tuple(named))
 
     def load(self, version: int, data: dict[str, Any]) -> None:
         """Keep what was given."""
@@ -123,6 +128,29 @@ class CheckpointConformance(PluginConformance):
         other.checkpoint.restore({"memory": target}, tmp_path / "split" / "checkpoints" / checkpoint_name(1))
         same = torch.equal(target.tensors["master", middle], whole[900:1200])
         assert same, "an extent that overlaps two saved ones was not put together from both"
+
+    def test_split_masters_are_fp32_in_it(self, tmp_path: Path) -> None:
+        """Masters kept in halves are saved as the fp32 values and filled from such: `NamedTensor.read`, `write`."""
+        stages, shape = self.build(tmp_path), (31, 7)
+        values = torch.randn(217, generator=torch.Generator().manual_seed(3))
+        values[:4] = torch.tensor(
+            [3.4e38, -0.0, 1e-45, 1.00390625]
+        )  # the first: as bf16 it would be infinite
+        extents = Extent("w", shape, 0, 100), Extent("w", shape, 100, 117)
+        written = halves({("master", e): values[e.offset : e.offset + e.length] for e in extents})
+        stages.checkpoint.save(1, {"memory": written})
+        stages.checkpoint.wait()
+        (info,) = stages.checkpoint.committed()
+        assert info.finite, "split masters that are finite are called not finite: look at the fp32 values"
+        whole = Box({}, {("master", Extent("w", shape, 0, 217)): torch.zeros(217)})
+        again = halves({("master", Extent("w", shape, 90, 127)): torch.zeros(127)})
+        for box in (whole, again):
+            stages.checkpoint.restore({"memory": box}, info.path)
+        (flat,), ((place, high),) = whole.tensors.values(), again.tensors.items()
+        assert same_bits(flat, values), "split masters did not come back as the fp32 values that they are"
+        wanted = halves({place: values[90:]})
+        assert same_bits(high, wanted.tensors[place]), "the upper halves of split masters came back different"
+        assert same_bits(again.low[place], wanted.low[place]), "the lower halves of split masters differ"
 
     def test_a_committed_folder(self, tmp_path: Path) -> None:
         """`checkpoints/step-00000012` with the fields of the contract; nothing else has such a name."""
@@ -311,6 +339,15 @@ class CheckpointConformance(PluginConformance):
         kind = isinstance(error, CheckpointError)
         assert kind, f"a save that fails must raise a CheckpointError, not {error!r}"
         assert stages.checkpoint.committed() == [], "a save that failed is told as committed"
+
+
+def halves(masters: Mapping[tuple[str, Extent], Tensor]) -> Box:
+    """A box that keeps fp32 masters split."""
+    high = {place: torch.empty(len(t), dtype=torch.bfloat16) for place, t in masters.items()}
+    low = {place: torch.empty(len(t), dtype=torch.int16) for place, t in masters.items()}
+    for place, master in masters.items():
+        split(master, high[place], low[place])
+    return Box({}, high, low=low)
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
