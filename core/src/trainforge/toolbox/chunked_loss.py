@@ -11,6 +11,8 @@ from torch import Tensor
 from trainforge.stages import IGNORED
 
 Head = Callable[[Tensor], Tensor]
+Collect = Callable[[Tensor, Tensor], None]
+"""`collect(parameter, gradient)`: the whole gradient of a parameter of the head, scaled, fp32."""
 
 
 def chunked_cross_entropy(
@@ -20,6 +22,7 @@ def chunked_cross_entropy(
     head_parameters: Sequence[Tensor],
     chunk: int,
     scale: float,
+    collect: Collect | None = None,
 ) -> Tensor:
     """Summed cross-entropy of `head(hidden)` against `labels`, times `scale`, with exact gradients.
 
@@ -35,6 +38,9 @@ def chunked_cross_entropy(
         head_parameters: what `head` uses; those that need no gradient get none.
         chunk: tokens per chunk.
         scale: what the sum is multiplied with.
+        collect: takes the gradients of `head_parameters` at once, instead of autograd at the end of backward: a memory
+            that adds gradients up itself need not hold them until then. The result must then be a root of backward,
+            taken with a gradient of 1.
 
     Returns:
         0-dim fp32. No host sync happens.
@@ -42,7 +48,9 @@ def chunked_cross_entropy(
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     trained = [parameter for parameter in head_parameters if parameter.requires_grad]
     if torch.is_grad_enabled() and (hidden.requires_grad or trained):
-        loss: Tensor = _ChunkedCrossEntropy.apply(hidden, labels, head, chunk, scale, *trained)  # type: ignore[no-untyped-call]
+        loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden, labels, head, chunk, scale, collect, *trained
+        )
         return loss
     total = torch.zeros((), device=hidden.device)
     for states, targets in zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True):
@@ -61,7 +69,14 @@ def _loss(log_probabilities: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, T
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, labels: Tensor, head: Head, chunk: int, scale: float, *parameters: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        head: Head,
+        chunk: int,
+        scale: float,
+        collect: Collect | None,
+        *parameters: Tensor,
     ) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         hidden_grads: list[Tensor] = []
@@ -82,7 +97,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             del grads
         ctx.grads = [torch.cat(hidden_grads).mul_(scale)]
         for index, parameter in enumerate(parameters):
-            ctx.grads.append(sums.pop(index).mul_(scale).to(parameter.dtype) if index in sums else None)
+            grad = sums.pop(index).mul_(scale) if index in sums else None
+            if collect is not None and grad is not None:
+                collect(parameter, grad)
+                grad = None
+            ctx.grads.append(None if grad is None else grad.to(parameter.dtype))
         return total * scale
 
     @staticmethod
@@ -91,7 +110,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the chunked loss was already taken through backward; its gradients are gone")
         hidden_grad, *parameter_grads = (held if held is None else held.mul_(grad) for held in ctx.grads)
         ctx.grads = None
-        return (hidden_grad, None, None, None, None, *parameter_grads)
+        return (hidden_grad, None, None, None, None, None, *parameter_grads)
 
 
 def _chunk_gradients(

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from trainforge.hookspecs import hookimpl
-from trainforge.provider import Provider, Section, Traits
+from trainforge.provider import Estimate, Provider, Section, Traits
 from trainforge.units import ByteCount
 
 if TYPE_CHECKING:
     from trainforge.context import Context
-    from trainforge.stages import Memory
+    from trainforge.stages import Memory, ModelSpec
 
 
 class StreamSection(Section):
@@ -38,9 +38,18 @@ class StreamSection(Section):
         description="in which dtype a bf16 run's gradients travel to host RAM; micro-batches are added up in fp32 "
         "on the device either way, and with a single one nothing is lost",
     )
+    inputs: Literal["auto", "device", "host"] = Field(
+        "auto",
+        description="where the inputs of recomputed blocks wait for backward: on the device, or in page-locked host RAM; "
+        "auto: in host RAM where that lets the budget hold more of the model, or is the only way",
+    )
     pin: bool = Field(
         True,
         description="page-lock weights and gradients in host RAM; without it copies are slower and do not overlap",
+    )
+    oversubscribe: bool = Field(
+        False,
+        description="start although the plan needs more than host RAM or the device has; a warning says so",
     )
 
 
@@ -50,11 +59,18 @@ def _build(ctx: Context, config: StreamSection) -> Memory:
     return build(ctx, config)
 
 
+def _estimate(ctx: Context, model: ModelSpec, config: StreamSection) -> Estimate:
+    from trainforge_megatrain.stream.estimate import estimate
+
+    return estimate(ctx, model, config)
+
+
 @hookimpl
 def forge_memory() -> Provider:
     """Give the streaming memory."""
     return Provider(
         build=_build,
         config=StreamSection,
+        estimate=_estimate,
         traits=Traits(gradients_on="host", holds_shards=False, max_world=1),
     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainforge.context import Context
 from trainforge.errors import CheckpointError, ConfigError
 from trainforge.seeding import preserved, seed_everything
-from trainforge.stages import Batch, FlatBuffer, Memory, PartState, Sink, UpdateFunction
+from trainforge.stages import Batch, FlatBuffer, Memory, ParameterSpec, PartState, Sink, UpdateFunction
 from trainforge.toolbox.chunked_loss import chunked_cross_entropy
 from trainforge.toolbox.compiling import check_compiler
 from trainforge.toolbox.dtypes import working_dtype
@@ -24,6 +24,7 @@ from trainforge.toolbox.sampling import sample
 from trainforge.toolbox.streams import StreamsLike
 from trainforge_megatrain.stream import StreamSection
 from trainforge_megatrain.stream.gradients import Gradients
+from trainforge_megatrain.stream.offload import Offload
 from trainforge_megatrain.stream.rooms import Rooms
 from trainforge_megatrain.stream.units import Place, Unit, allocate, divide
 from trainforge_megatrain.stream.updates import Updates
@@ -37,12 +38,26 @@ WAITS = (
     "gradients before they go down",
     "gradients before the host reads them",
     "gradients before the update reads them",
+    "a block's inputs before they go down",
+    "inputs on their way up before others go down in their place",
+    "inputs on their way down before their memory is used again",
+    "a block's inputs before it runs again",
+    "the last use of memory before inputs come back into it",
+    "inputs on their way down before they come back",
 )
 """Every place where this memory waits. Leaving out any one of them is a race."""
 
 
 class Stream(Memory):
-    """Masters, moments and gradients in host RAM, as far as they do not fit on the device."""
+    """Masters, moments and gradients in host RAM, as far as they do not fit on the device.
+
+    Args:
+        ctx: the run.
+        section: this plugin's part of the recipe.
+        streams: of the device, or a fake.
+        worker: does the updates in host RAM, one at a time and in order.
+        place: sets each unit's place, and says whether the inputs of recomputed blocks go to host RAM.
+    """
 
     def __init__(
         self,
@@ -50,7 +65,7 @@ class Stream(Memory):
         section: StreamSection,
         streams: StreamsLike,
         worker: Executor,
-        place: Callable[[Sequence[Unit]], None],
+        place: Callable[[Sequence[Unit]], bool],
     ) -> None:
         self.model, self.device, self.streams = ctx.model, ctx.device, streams
         self.loss_chunk, self.compiled = ctx.train.loss_chunk, ctx.train.compile
@@ -59,7 +74,7 @@ class Stream(Memory):
             raise ConfigError(
                 "every parameter is frozen, so there is nothing to train: let some have gradients"
             )
-        place(self.units)
+        offload = place(self.units)
         self.dtype = working_dtype(ctx.train, ctx.device)
         sums = torch.float32 if ctx.batching.accumulate > 1 else self.dtype
         travel = torch.float32 if section.grads == "fp32" else self.dtype
@@ -70,6 +85,7 @@ class Stream(Memory):
             allocate(unit, ctx.optimizer, take, self.dtype, grads, halves=section.master == "split")
         self.rooms = Rooms(self.units, section.slots, streams, ctx.device, self.dtype, self.wait)
         self.grads = Gradients(self.units, streams, ctx.device, sums, travel, self.wait)
+        self.offload = Offload(streams, ctx.device, self.wait, pin=section.pin) if offload else None
         self.updates = Updates(ctx.optimizer, streams, worker, self.wait)
         self.gradients = tuple(_flat_buffer(unit) for unit in reversed(self.units) if unit.trained)
         self.blocks = [unit for unit in self.units if unit.block is not None]
@@ -92,6 +108,7 @@ class Stream(Memory):
     def _bind(self) -> None:
         """Put parameters into the module that alias rooms, and collect their gradients."""
         self.parameters: dict[str, nn.Parameter] = {}
+        self._owners: dict[Tensor, tuple[Unit, ParameterSpec]] = {}
         self._handles = []
         for unit in self.units:
             room = self.rooms.weights(unit)
@@ -99,14 +116,15 @@ class Stream(Memory):
                 tensor = unit.layout.span(room, spec).view(spec.shape)
                 parameter = bind(self.model.module, spec.name, tensor, spec.aliases, trainable=spec.trainable)
                 self.parameters[spec.name] = parameter
+                self._owners[parameter] = (unit, spec)
                 if spec.trainable:
                     collect = functools.partial(self._collect, unit, spec)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(collect))
 
-    def _collect(self, unit: Unit, spec: Any, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.grads.add(unit, spec, parameter.grad)
-        parameter.grad = None
+    def _collect(self, unit: Unit, spec: ParameterSpec, parameter: Tensor) -> None:
+        if parameter.grad is not None:  # None: it was collected before it reached autograd
+            self.grads.add(unit, spec, parameter.grad)
+            parameter.grad = None
 
     def _intercept(self, ctx: Context) -> None:
         """Have every block's call go through `_call_block`."""
@@ -146,7 +164,13 @@ class Stream(Memory):
         if contributing:
             finish = functools.partial(self.grads.finish, sink=sink)
             self.walk = Walk(
-                len(contributing), len(self.blocks), self.streams, self.device, self._enter, finish
+                len(contributing),
+                len(self.blocks),
+                self.streams,
+                self.device,
+                self._enter,
+                finish,
+                self.offload,
             )
             try:
                 self._hold(self.others if not self.blocks else self.others[:-1])
@@ -169,7 +193,14 @@ class Stream(Memory):
 
     def _loss(self, hidden: Tensor, labels: Tensor, scale: float) -> Tensor:
         head = [self.parameters[name] for name in self.model.head_parameters]
-        return chunked_cross_entropy(hidden, labels, self.model.head, head, self.loss_chunk, scale)
+        return chunked_cross_entropy(
+            hidden, labels, self.model.head, head, self.loss_chunk, scale, self._collect_head
+        )
+
+    def _collect_head(self, parameter: Tensor, grad: Tensor) -> None:
+        """Add up a gradient of the output head at once: it is as large as the head, and backward would hold it."""
+        unit, spec = self._owners[parameter]
+        self.grads.add(unit, spec, grad.view(spec.shape))
 
     def _call_block(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the model calls instead of a block."""

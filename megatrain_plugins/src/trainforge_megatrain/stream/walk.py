@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainforge.errors import IncompatibleError
 from trainforge.toolbox.streams import StreamsLike
+from trainforge_megatrain.stream.offload import Offload
 from trainforge_megatrain.stream.units import Unit
 
 
@@ -36,6 +37,7 @@ class Walk:
         blocks: repeated blocks of the model.
         enter: `enter(unit, direction)` readies a block's weights; forward is 1, backward -1.
         ended: `ended(unit)` is called when the last micro-batch has left the block's backward.
+        offload: takes the inputs of recomputed blocks to host RAM; None keeps them on the device.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class Walk:
         device: torch.device,
         enter: Callable[[Unit, int], None],
         ended: Callable[[Unit], None],
+        offload: Offload | None = None,
     ) -> None:
         self._count, self._blocks, self._device = count, blocks, device
-        self._enter, self._ended = enter, ended
+        self._enter, self._ended, self._offload = enter, ended, offload
         self._streams, self._compute = streams, streams.current()
         self._positions: list[float] = [-1.0] * count
         self._turn = 0
@@ -65,6 +68,15 @@ class Walk:
         Raises:
             Exception: the first that one of them raised.
         """
+        if self._offload is not None:
+            self._offload.begin()
+        try:
+            return self._run(work)
+        finally:
+            if self._offload is not None:
+                self._offload.end()
+
+    def _run(self, work: Callable[[int], Tensor]) -> list[Tensor]:
         if self._count == 1:
             self._here.index = 0
             with torch.autograd.set_multithreading_enabled(False):
@@ -113,10 +125,14 @@ class Walk:
         self._visits[unit] = self._visits.get(unit, 0) + 1
         self._arrive(unit.block)
         self._enter(unit, 1)
-        args, kwargs = self._marked(unit, args, kwargs)
+        args, kwargs, inputs = self._marked(unit, args, kwargs)
         if not recompute:
             return forward(*args, **kwargs)
-        return checkpoint(_Passage(self, unit, forward), *args, use_reentrant=False, **kwargs)
+        passage = _Passage(self, unit, forward)
+        if self._offload is None:
+            return checkpoint(passage, *args, use_reentrant=False, **kwargs)
+        with self._offload.around(unit.block, self._here.index, inputs):
+            return checkpoint(passage, *args, use_reentrant=False, **kwargs)
 
     def again(self, unit: Unit) -> None:
         """A block in backward, about to run again."""
@@ -130,8 +146,8 @@ class Walk:
         if self._visits[unit] == 0:
             self._ended(unit)
 
-    def _marked(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments, behind a mark that tells when backward has left the block.
+    def _marked(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:
+        """The arguments, behind a mark that tells when backward has left the block; and the tensors that are marked.
 
         A mark's backward runs after everything that was recorded later (autograd's queue is ordered so), that is
         after all gradients of the block's own parameters. Where no argument needs a gradient, the first tensor of
@@ -146,8 +162,8 @@ class Walk:
         marked = _Mark.apply(self, unit, self._anchor, *(leaves[i] for i in places))
         for place, tensor in zip(places, marked, strict=True):
             leaves[place] = tensor
-        both: tuple[Any, Any] = tree_unflatten(leaves, tree)
-        return both
+        args, kwargs = tree_unflatten(leaves, tree)
+        return args, kwargs, list(marked)
 
     def _arrive(self, position: float) -> None:
         """Let those that are further behind come as far as this, and go on with this micro-batch's own generators."""
