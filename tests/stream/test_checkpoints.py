@@ -34,8 +34,11 @@ def held(state: PartState) -> dict[tuple[str, str], Tensor]:
     return found
 
 
-def same(one: PartState, other: PartState) -> None:
-    left, right = held(one), held(other)
+def same(one: Walker, other: Walker) -> None:
+    """Whether two runs have the same masters and moments; queued updates are waited for."""
+    for side in (one, other):
+        side.stages.memory.drain()
+    left, right = held(one.stages.memory.state()), held(other.stages.memory.state())
     assert left.keys() == right.keys()
     for place, tensor in left.items():
         assert tensor.dtype == right[place].dtype
@@ -58,10 +61,9 @@ def test_bf16_runs_go_on_anywhere(tmp_path: Path, writer: str, reader: str, chec
     second.take()  # what is on the device and in the moments must give way
     second.stages.memory.drain()
     second.restore(first.stages.checkpoint, path, 5)
-    same(second.stages.memory.state(), first.stages.memory.state())
+    same(second, first)
     assert [second.take() for _ in range(3)] == wanted[5:]
-    second.stages.memory.drain()
-    same(second.stages.memory.state(), whole.stages.memory.state())
+    same(second, whole)
 
 
 def test_masters_are_stored_as_fp32(tmp_path: Path):
@@ -96,4 +98,4 @@ def test_persistent_buffers_of_a_family_travel(tmp_path: Path):
     first.take()
     second.restore(first.stages.checkpoint, first.save(), 1)
     assert second.take() == first.take()
-    same(second.stages.memory.state(), first.stages.memory.state())
+    same(second, first)
