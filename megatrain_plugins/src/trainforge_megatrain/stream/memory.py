@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -266,7 +266,8 @@ class Stream(Memory):
         self, prompt: Sequence[int], count: int, *, temperature: float = 0.8, seed: int = 0
     ) -> list[int]:
         """Sample by streaming the blocks once per token."""
-        eager = torch.compiler.set_stance("force_eager") if self.compiled else preserved(self.device)
+        # every length of the text would be compiled anew
+        eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
         with eager, self._inference():
             return sample(self.model, prompt, count, temperature, seed, self.device)
 
