@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainforge.assembly import cache_dir
 from trainforge.batching import resolve_batching
 from trainforge.blame import blaming
 from trainforge.context import Batching, Context, SilentConsole
@@ -64,7 +65,7 @@ def describe_model(plan: Plan, world: int = 1) -> tuple[ModelSpec, Context]:
         local_world=world,
         batching=resolve_batching(plan.recipe.train, world),
         run_dir=Path("runs") / plan.recipe.run.name,
-        cache_dir=Path("runs") / plan.recipe.run.name,
+        cache_dir=cache_dir(),
         console=SilentConsole(),
         built={"comm": Comm()},
     )

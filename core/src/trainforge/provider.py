@@ -58,6 +58,9 @@ class Estimate:
         disk: bytes on disk, whole run folder or cache.
         seconds_per_step: the predicted time this stage adds to one step, or None when it cannot tell.
         row_tokens: data only: the tokens of its longest rows; the stages after it find them as `ctx.row_tokens`.
+        notes: lines that `forge plan` shows below its table.
+        refusal: why a run would be refused before it loads anything, with the numbers; `forge plan` shows it last and
+            exits with 2.
     """
 
     device: Mapping[str, int] = field(default_factory=dict)
@@ -65,6 +68,8 @@ class Estimate:
     disk: Mapping[str, int] = field(default_factory=dict)
     seconds_per_step: float | None = None
     row_tokens: int | None = None
+    notes: tuple[str, ...] = ()
+    refusal: str | None = None
 
 
 @dataclass(frozen=True)

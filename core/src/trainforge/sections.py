@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from trainforge.provider import Section
-from trainforge.units import parse_seconds
+from trainforge.units import ByteCount, parse_seconds
 
 
 def _cadence(value: Any) -> Any:
@@ -38,6 +38,11 @@ class RunSection(Section):
     devices: tuple[int, ...] | None = Field(None, description="cards to use, one rank each: `[0, 1]`")
     threads: int | None = Field(
         None, ge=1, description="CPU threads per rank; by default the cores are shared out"
+    )
+    host_memory: Literal["auto"] | ByteCount = Field(
+        "auto",
+        description="host RAM that a memory plugin which keeps weights there may take, such as 96GiB; auto: what is "
+        "free now and what control groups leave. For memory that grows on use, and to plan another machine",
     )
     sample: str | None = Field(
         None, description="text that the trained model continues at the end of the run"

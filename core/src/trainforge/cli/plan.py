@@ -9,6 +9,7 @@ import click
 
 from trainforge.cli.group import debug_option
 from trainforge.cli.shared import with_choices
+from trainforge.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +34,7 @@ def plan(choices: Choices, nproc: int, no_sizes: bool, as_json: bool) -> None:
     sizes = None if no_sizes else _sizes(made, nproc)
     if as_json:
         click.echo(json.dumps({**made.as_dict(), "sizes": sizes and sizes.as_dict()}, indent=2))
+        _refuse(sizes)
         return
     from rich.console import Console
 
@@ -41,6 +43,18 @@ def plan(choices: Choices, nproc: int, no_sizes: bool, as_json: bool) -> None:
     _print_recipe(console, made)
     if sizes is not None:
         _print_sizes(console, sizes)
+        _refuse(sizes)
+
+
+def _refuse(sizes: PlanSizes | None) -> None:
+    """End as the run would.
+
+    Raises:
+        ConfigError: a stage would refuse to start.
+    """
+    reasons = [e.refusal for e in sizes.estimates.values() if e.refusal] if sizes is not None else []
+    if reasons:
+        raise ConfigError("this run would be refused. " + " ".join(reasons))
 
 
 def _sizes(made: Plan, world: int) -> PlanSizes:
@@ -97,3 +111,5 @@ def _print_sizes(console: Console, sizes: PlanSizes) -> None:
     }
     for stage, predicted in seconds.items():
         console.print(f"{stage} adds about {format_seconds(predicted)} per step")
+    for note in (note for estimate in sizes.estimates.values() for note in estimate.notes):
+        console.print(note, markup=False)

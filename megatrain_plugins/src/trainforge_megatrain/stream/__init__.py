@@ -40,8 +40,8 @@ class StreamSection(Section):
     )
     inputs: Literal["auto", "device", "host"] = Field(
         "auto",
-        description="where the inputs of recomputed blocks wait for backward: on the device, or in page-locked host RAM; "
-        "auto: in host RAM where that lets the budget hold more of the model, or is the only way",
+        description="where the inputs of recomputed blocks wait for backward: on the device, or in page-locked host "
+        "RAM; auto: in host RAM where that lets the budget hold more of the model, or is the only way",
     )
     pin: bool = Field(
         True,

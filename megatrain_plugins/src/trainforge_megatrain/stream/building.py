@@ -8,55 +8,67 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from trainforge.context import Context
+from trainforge.errors import ConfigError
 from trainforge.toolbox.streams import Streams
 from trainforge.units import format_bytes
 from trainforge_megatrain.stream import StreamSection
+from trainforge_megatrain.stream.decision import Decision, decide, locking, placement_line, step_line
+from trainforge_megatrain.stream.forecast import Rates
+from trainforge_megatrain.stream.limits import device_budget
 from trainforge_megatrain.stream.memory import Stream
-from trainforge_megatrain.stream.placement import Sizes, place
-from trainforge_megatrain.stream.units import Place, Unit
-
-_FREE_SHARE = 0.94
-"""Of the device's free memory that `auto` takes; the rest is for what others allocate beside PyTorch."""
+from trainforge_megatrain.stream.rates import rates_of_this_machine
+from trainforge_megatrain.stream.sizes import Sizes
+from trainforge_megatrain.stream.units import Unit
 
 
 def build(ctx: Context, section: StreamSection) -> Stream:
     """Build it on the device's own streams, within the budget.
 
     Raises:
-        ConfigError: the budget, or host RAM, is too small.
+        ConfigError: the budget, or host RAM, is too small; nothing has been loaded.
     """
-    budget = limit_device(ctx.device, section)
 
-    def decide(units: Sequence[Unit]) -> None:
-        if budget is None:
-            return
-        sizes = Sizes.of(ctx, ctx.optimizer, halves=section.master == "split")
-        needs = place(units, budget, sizes, ctx.model, section.slots, recompute=ctx.train.recompute)
-        ctx.console.note(report(units, needs, budget))
-        ctx.console.log(
-            "stream: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in needs.items())
-        )
+    def place(units: Sequence[Unit]) -> bool:
+        rates = _rates(ctx, section)
+        made = decide(ctx, ctx.model, ctx.optimizer, section, units, rates)
+        if made.refusal is not None:
+            if not section.oversubscribe:
+                raise ConfigError(made.refusal)
+            ctx.console.warn(f"stream.oversubscribe: starting although {made.refusal}")
+        _limit(ctx.device, made.budget)
+        _report(ctx, section, made)
+        return made.sizes.offload
 
-    return Stream(ctx, section, Streams(ctx.device), ThreadPoolExecutor(1, "update"), decide)
+    return Stream(ctx, section, Streams(ctx.device), ThreadPoolExecutor(1, "update"), place)
 
 
-def limit_device(device: torch.device, section: StreamSection) -> int | None:
-    """The budget in bytes, enforced by PyTorch's allocator; None on a CPU, where all blocks are streamed."""
-    if device.type == "cpu":
-        return None if section.gpu_budget == "auto" else section.gpu_budget
+def _rates(ctx: Context, section: StreamSection) -> Rates | None:
+    """Rates where there is something to choose: on a CPU without a budget every block passes through."""
+    wished = None if section.gpu_budget == "auto" else section.gpu_budget
+    if device_budget(ctx.device, wished) is None:
+        return None
+    sizes = Sizes.of(ctx, ctx.model, ctx.optimizer, section)
+    return rates_of_this_machine(ctx, ctx.model, ctx.optimizer, section, sizes)
+
+
+def _limit(device: torch.device, budget: int | None) -> None:
+    """Have PyTorch's allocator enforce the budget."""
+    if budget is None or device.type == "cpu":
+        return
     module = torch.get_device_module(device)
-    free, total = module.mem_get_info(device)
-    budget = round(free * _FREE_SHARE) if section.gpu_budget == "auto" else section.gpu_budget
+    _, total = module.mem_get_info(device)
     module.set_per_process_memory_fraction(min(1.0, budget / total), device)
-    return budget
 
 
-def report(units: Sequence[Unit], needs: dict[str, int], budget: int) -> str:
-    """A line for the start report: what lives where."""
-    blocks = [unit for unit in units if unit.block is not None]
-    there = sum(unit.place is Place.DEVICE for unit in blocks)
-    others = ", ".join(f"{unit.name} {unit.place.value}" for unit in units if unit.block is None)
-    return (
-        f"stream: {there} of {len(blocks)} blocks live on the device, {len(blocks) - there} pass through; {others}; "
-        f"{format_bytes(sum(needs.values()))} of {format_bytes(budget)} planned"
-    )
+def _report(ctx: Context, section: StreamSection, made: Decision) -> None:
+    """Lines for the start report and, in full, for the log."""
+    if made.budget is not None:
+        ctx.console.note(placement_line(made))
+    if made.step is not None:
+        ctx.console.note(step_line(made.step))
+    lock = locking(made, ctx, section)
+    if lock is not None:
+        ctx.console.log(lock)
+    for tier, needs in (("device", made.device), ("host", made.host)):
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in needs.items())
+        ctx.console.log(f"stream: {tier}: {listed}")

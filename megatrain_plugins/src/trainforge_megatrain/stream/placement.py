@@ -1,145 +1,134 @@
-"""Which units live where: the device's memory is a tier, filled as far as the budget goes.
+"""Which units live where: the device's memory is a tier, and the placement with the shortest step is chosen.
 
-What must lie on the device is counted first: slots, boxes for gradients, activations, logits. What is left takes whole
-units, in forward order: the first units are those whose update the next forward would wait for, and one that lives on
-the device neither travels nor waits.
+What must lie on the device comes first: slots, boxes for gradients, activations, logits. What the budget leaves can
+hold whole units, in forward order (their update is the one that the next forward would wait for, and they neither
+travel nor wait), or only weights of further blocks (an upload per step saved, for 2 bytes per parameter). Every number
+of the former is tried, with as many of the latter as still fit, and `forecast` says which is fastest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from trainforge.context import Context
-from trainforge.errors import ConfigError
-from trainforge.stages import ModelSpec, Optimizer, ParameterSpec
-from trainforge.toolbox.dtypes import working_dtype
-from trainforge.units import format_bytes
+from trainforge_megatrain.stream.sizes import Sizes, on_device, on_host
 from trainforge_megatrain.stream.units import Place, Unit
 
-_GUESSED_ROW_TOKENS = 4096
-_RESERVE = 512 * 2**20
-"""For what libraries take for themselves (cuBLAS workspaces) and for what the allocator cannot use of its blocks."""
+_ALIKE = 1.01  # a forecast does not tell times apart that differ by less
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Bytes per element and tokens, from which everything else follows.
+class Room:
+    """Bytes that there are: on the device (the budget) and in host RAM; None where nobody says."""
+
+    device: int | None
+    host: int | None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each unit lives, and what follows.
 
     Attributes:
-        compute: of a weight.
-        sums: of a gradient as it is added up on the device.
-        travel: of a gradient on its way down.
-        state: of master remainder and optimizer state, for a trained parameter that lives on the device.
-        tokens: of one micro-batch.
-        micro_batches: per step.
-        chunk: tokens per chunk of the loss.
+        places: of the units, in forward order.
+        offload: the inputs of recomputed blocks wait in host RAM.
+        missing: bytes that the device, and that host RAM, lack for it.
+        seconds: of a step; 0 when nobody knows.
+        host: bytes in host RAM.
     """
 
-    compute: int
-    sums: int
-    travel: int
-    state: int
-    tokens: int
-    micro_batches: int
-    chunk: int
+    places: tuple[Place, ...]
+    offload: bool
+    missing: tuple[int, int]
+    seconds: float
+    host: int
 
-    @classmethod
-    def of(cls, ctx: Context, optimizer: Optimizer, *, halves: bool) -> Sizes:
-        """From the recipe."""
-        model, dtype = ctx.model, working_dtype(ctx.train, ctx.device)
-        row = ctx.row_tokens or min(model.max_positions or _GUESSED_ROW_TOKENS, _GUESSED_ROW_TOKENS)
-        tokens = ctx.batching.micro_batch * row
-        compute, accumulate = dtype.itemsize, ctx.batching.accumulate
-        trained = next(spec for spec in model.parameters if spec.trainable)
-        state = state_bytes(optimizer, trained)
-        if dtype != torch.float32:
-            state += 2 if halves else 4
-        sums = 4 if accumulate > 1 else compute
-        return cls(compute, sums, compute, state, tokens, accumulate, min(ctx.train.loss_chunk, tokens))
+    def apply(self, units: Sequence[Unit]) -> None:
+        """Give the units these places."""
+        for unit, its in zip(units, self.places, strict=True):
+            unit.place = its
 
 
-def state_bytes(optimizer: Optimizer, spec: ParameterSpec) -> int:
-    """Bytes of optimizer state per element."""
-    wanted = optimizer.state(spec).values()
-    return sum(getattr(torch, state.dtype).itemsize for state in wanted if state.per_element)
+def place(units: Sequence[Unit], sizes: Sizes, room: Room, seconds: Callable[[], float] | None) -> Placement:
+    """Set the units' places, and say what comes of it.
 
-
-def on_device(
-    units: Sequence[Unit], sizes: Sizes, model: ModelSpec, slots: int, *, recompute: bool
-) -> dict[str, int]:
-    """Bytes on the device by what holds them, for units placed as they are."""
-    streamed = [unit for unit in units if unit.place is Place.STREAMED]
-    kept = [unit for unit in units if unit.place is Place.KEPT]
-    there = [unit for unit in units if unit.place is Place.DEVICE]
-    boxes = [unit for unit in units if unit.block is not None and unit.place is not Place.DEVICE]
-    largest = max((unit.trained for unit in boxes), default=0)
-    own = sum(unit.trained for unit in kept if unit.block is None)
-    narrow = sizes.sums != sizes.travel
-    needs = {
-        "weights that stay": sum(unit.layout.length for unit in kept + there) * sizes.compute,
-        "masters and optimizer state": sum(unit.trained for unit in there) * sizes.state,
-        "gradients": sum(unit.trained for unit in there) * sizes.sums
-        + (own + min(2, len(boxes)) * largest) * sizes.travel
-        + ((own + largest) * sizes.sums if narrow else 0),
-        "slots": min(slots, len(streamed))
-        * max((u.layout.length for u in streamed), default=0)
-        * sizes.compute,
-    }
-    return needs | _activations(units, sizes, model, recompute=recompute)
-
-
-def _activations(units: Sequence[Unit], sizes: Sizes, model: ModelSpec, *, recompute: bool) -> dict[str, int]:
-    """What a step holds beside weights: block inputs of all micro-batches, one block at work, logits of one chunk."""
-    blocks = [unit for unit in units if unit.block is not None]
-    width = _width(model)
-    again = [unit for unit in blocks if recompute or unit.place is Place.STREAMED]
-    inside = [_inside(unit, sizes, width) for unit in blocks]
-    graphs = sum(_inside(unit, sizes, width) for unit in blocks if unit not in again)
-    inputs = len(again) * sizes.tokens * width * sizes.compute
-    return {
-        "block inputs": sizes.micro_batches * inputs,
-        "activations": sizes.micro_batches * graphs + round(1.5 * max(inside, default=0)),
-        "hidden states": 6 * sizes.micro_batches * sizes.tokens * width * sizes.compute,
-        "logits of one chunk": sizes.chunk * model.vocab_size * (2 * sizes.compute + 4),
-        "reserve": _RESERVE,
-    }
-
-
-def _inside(unit: Unit, sizes: Sizes, width: int) -> int:
-    """Bytes that autograd keeps of one block: every matrix product's input and output, norms and residuals."""
-    outputs = sum(spec.shape[0] for spec in unit.specs if len(spec.shape) == 2)
-    return sizes.tokens * (2 * outputs + 12 * width) * sizes.compute
-
-
-def _width(model: ModelSpec) -> int:
-    return max((spec.shape[-1] for spec in model.parameters if spec.kind == "norm" and spec.shape), default=1)
-
-
-def place(
-    units: Sequence[Unit], budget: int, sizes: Sizes, model: ModelSpec, slots: int, *, recompute: bool
-) -> dict[str, int]:
-    """Move units to the device, in forward order, while the budget holds; gives the bytes of the result.
-
-    Raises:
-        ConfigError: the budget is too small for what cannot be in host RAM; the message has the numbers.
+    Args:
+        units: in forward order.
+        room: what there is. Where nothing fits, the placement that needs least of the device is left.
+        seconds: of a step, with the units placed as they are; None fills the device in forward order.
     """
-    needs = on_device(units, sizes, model, slots, recompute=recompute)
-    if sum(needs.values()) > budget:
-        largest = max(needs, key=lambda name: needs[name])
-        raise ConfigError(
-            f"the device needs at least {format_bytes(sum(needs.values()))} and stream.gpu_budget leaves "
-            f"{format_bytes(budget)}; most of it is {largest} ({format_bytes(needs[largest])}). A smaller "
-            "train.micro_batch or text.max_len frees activations, a smaller train.loss_chunk frees logits"
-        )
+    as_streamed(units)
+    if room.device is None or not _fits(units, sizes, room.device):
+        return _judged(units, sizes, room, seconds)
+    tried = []
+    for order in (units, [unit for unit in units if unit.block is not None]):
+        as_streamed(units)
+        for unit in (None, *order):
+            if unit is not None and not _move(unit, units, sizes, room.device):
+                continue
+            streamed = [one for one in units if one.place is Place.STREAMED]
+            _keep(streamed, units, sizes, room.device)
+            tried.append(_judged(units, sizes, room, seconds))
+            _keep_last(streamed, 0)
+    best = better(tried)
+    best.apply(units)
+    return best
+
+
+def better(tried: Sequence[Placement]) -> Placement:
+    """The fastest that there is room for; of those that are as fast, as far as a forecast can tell, the least host RAM.
+
+    Where there is room for none, the one that lacks least.
+    """
+    lacking = min(one.missing for one in tried)
+    possible = [one for one in tried if one.missing == lacking]
+    fastest = min(one.seconds for one in possible)
+    return min((one for one in possible if one.seconds <= fastest * _ALIKE), key=lambda one: one.host)
+
+
+def as_streamed(units: Sequence[Unit]) -> None:
+    """Nothing lives on the device: blocks pass through, and what is no block keeps its weights there."""
     for unit in units:
-        before = unit.place
-        unit.place = Place.DEVICE
-        moved = on_device(units, sizes, model, slots, recompute=recompute)
-        if sum(moved.values()) > budget:
-            unit.place = before
-        else:
-            needs = moved
-    return needs
+        unit.place = Place.KEPT if unit.block is None else Place.STREAMED
+
+
+def _judged(
+    units: Sequence[Unit], sizes: Sizes, room: Room, seconds: Callable[[], float] | None
+) -> Placement:
+    """The placement that the units have now."""
+    device, host = sum(on_device(units, sizes).values()), sum(on_host(units, sizes).values())
+    missing = (
+        0 if room.device is None else max(0, device - room.device),
+        0 if room.host is None else max(0, host - room.host),
+    )
+    places = tuple(unit.place for unit in units)
+    return Placement(places, sizes.offload, missing, 0.0 if seconds is None else seconds(), host)
+
+
+def _fits(units: Sequence[Unit], sizes: Sizes, budget: int) -> bool:
+    return sum(on_device(units, sizes).values()) <= budget
+
+
+def _move(unit: Unit, units: Sequence[Unit], sizes: Sizes, budget: int) -> bool:
+    """Have a unit live on the device if it fits."""
+    before, unit.place = unit.place, Place.DEVICE
+    if _fits(units, sizes, budget):
+        return True
+    unit.place = before
+    return False
+
+
+def _keep(streamed: Sequence[Unit], units: Sequence[Unit], sizes: Sizes, budget: int) -> None:
+    """Keep the weights of as many of the last streamed blocks as fit."""
+    low, high = 0, len(streamed)
+    while low < high:
+        middle = (low + high + 1) // 2
+        _keep_last(streamed, middle)
+        low, high = (middle, high) if _fits(units, sizes, budget) else (low, middle - 1)
+    _keep_last(streamed, low)
+
+
+def _keep_last(streamed: Sequence[Unit], count: int) -> None:
+    first = len(streamed) - count
+    for index, unit in enumerate(streamed):
+        unit.place = Place.KEPT if index >= first else Place.STREAMED

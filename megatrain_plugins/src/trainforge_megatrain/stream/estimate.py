@@ -1,0 +1,30 @@
+"""What a streaming run needs and how fast it will be, for `forge plan`: nothing is built."""
+
+from __future__ import annotations
+
+from trainforge.context import Context
+from trainforge.provider import Estimate
+from trainforge.stages import ModelSpec
+from trainforge_megatrain.stream import StreamSection
+from trainforge_megatrain.stream.decision import decide, locking, phase_lines, placement_line, step_line
+from trainforge_megatrain.stream.rates import rates_of_this_machine, told
+from trainforge_megatrain.stream.sizes import Sizes
+from trainforge_megatrain.stream.units import divide
+
+
+def estimate(ctx: Context, model: ModelSpec, section: StreamSection) -> Estimate:
+    """Bytes per tier, the placement, the predicted step, and why it would be refused."""
+    sizes = Sizes.of(ctx, model, ctx.optimizer, section)
+    rates = rates_of_this_machine(ctx, model, ctx.optimizer, section, sizes)
+    made = decide(ctx, model, ctx.optimizer, section, divide(model), rates)
+    assert made.step is not None
+    notes = [placement_line(made), step_line(made.step), *phase_lines(made.step)]
+    notes += [f"  measured here: {line}" for line in told(rates)]
+    lock = locking(made, ctx, section)
+    return Estimate(
+        device=made.device,
+        host={**made.host, "the process itself, before anything is loaded": made.process},
+        seconds_per_step=made.step.seconds,
+        notes=(*notes, *([lock] if lock else [])),
+        refusal=None if section.oversubscribe else made.refusal,
+    )
