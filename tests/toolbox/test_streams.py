@@ -141,11 +141,31 @@ def test_waits_are_transitive_over_streams():
 
 def test_two_streams_must_not_write_the_same_bytes_unordered():
     with FakeStreams(random.Random(0)) as streams:
-        source, dst = streams.host(4, torch.float32), torch.empty(4)
+        source, dst, other = streams.host(4, torch.float32), torch.empty(4), torch.empty(4)
         streams.copy(dst, source, streams.stream("a"))
-        streams.copy(torch.empty(4), source, streams.stream("b"))  # both may read
+        streams.copy(other, source, streams.stream("b"))  # both may read
         with pytest.raises(RaceError, match="b writes bytes that a writes"):
             streams.copy(dst[3:], source[3:], streams.stream("b"))
+
+
+def test_memory_that_is_given_back_before_its_copy_is_waited_for():
+    def send(streams: FakeStreams, wait: bool) -> None:
+        landing, done = streams.host(4, torch.float32), streams.event()
+        upload = streams.stream("a")
+        for _ in range(20):
+            source, computed = torch.ones(4), streams.event()
+            computed.record()
+            upload.wait(computed)
+            streams.copy(landing, source, upload)
+            done.record(upload)
+            if wait:
+                done.wait()
+            del source
+
+    with FakeStreams(random.Random(0)) as streams:
+        send(streams, wait=True)
+    with pytest.raises(RaceError, match="given back before a copy"), FakeStreams(random.Random(0)) as streams:
+        send(streams, wait=False)
 
 
 def test_backward_is_watched():

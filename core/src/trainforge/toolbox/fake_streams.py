@@ -4,6 +4,8 @@ On a CPU nothing is asynchronous, so a wait that was forgotten does no harm ther
 
 - A copy is queued, and runs only when somebody waits for an event behind it, or at a moment that the given random
   source picks. What reads too early reads old bytes; what overwrites the source too early changes what arrives.
+- It does not keep the memory of a queued copy alive. Where nobody else does either, the copy raises `RaceError` when
+  its turn comes: an allocator would have given that memory to somebody else.
 - Inside `with fake:` every tensor operation counts as work of the computing stream, and vector clocks tell which
   work is ordered by events (happens-before, Lamport 1978). An access to the same bytes that is not ordered raises
   `RaceError`, also where this machine happened to do things in a harmless order: compute has finished here before
@@ -13,6 +15,7 @@ On a CPU nothing is asynchronous, so a wait that was forgotten does no harm ther
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -61,7 +64,7 @@ class FakeStreams:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        for stream in self._streams.values():
+        for stream in self._streams.values() if kind is None else ():
             stream.run_until(len(stream.queue))
 
     def stream(self, name: str, priority: int = 0) -> FakeStream:
@@ -105,15 +108,16 @@ class FakeStreams:
             return
         stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
         self._accesses.copied(stream.name, _joined(stream.clock, self._host_clock), dst, src)
-        stream.queue.append(lambda: self._do_copy(dst, src))
+        to, of = _Place(dst), _Place(src)
+        stream.queue.append(lambda: self._do_copy(to, of))
         self.run_some()
 
     def close(self) -> None:
         """Nothing to give back."""
 
-    def _do_copy(self, dst: Tensor, src: Tensor) -> None:
+    def _do_copy(self, dst: _Place, src: _Place) -> None:
         with self._mode.unwatched():
-            dst.copy_(src)
+            dst.tensor().copy_(src.tensor())
 
     def run_some(self) -> None:
         """Let some queued work happen, in an order of its own."""
@@ -194,6 +198,22 @@ class FakeEvent:
 
 
 Span = tuple[int, int]
+
+
+class _Place:
+    """Where a tensor lies, without keeping its memory alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._dtype, self._offset = tensor.dtype, tensor.storage_offset()
+        self._shape, self._strides = tensor.shape, tensor.stride()
+
+    def tensor(self) -> Tensor:
+        """A tensor over the same bytes."""
+        storage = self._storage()
+        if storage is None:
+            raise RaceError("memory was given back before a copy that uses it was waited for")
+        return torch.empty(0, dtype=self._dtype).set_(storage, self._offset, self._shape, self._strides)
 
 
 class _Accesses:

@@ -39,9 +39,8 @@ WAITS = (
     "gradients before the host reads them",
     "gradients before the update reads them",
     "a block's inputs before they go down",
-    "inputs on their way up before others go down in their place",
     "inputs on their way down before their memory is used again",
-    "a block's inputs before it runs again",
+    "inputs that came back before they are read or forgotten",
     "the last use of memory before inputs come back into it",
     "inputs on their way down before they come back",
 )

@@ -27,17 +27,23 @@ class Parcel:
 
     Attributes:
         turn: when backward needs it: the last block first, in it the micro-batches in order.
-        host: where it lies.
+        room: host memory, at least as long.
+        shape: of the tensor that went down last.
         stored, landed: the events of its journeys down and up.
         came_back: its copy on the device, ahead of its use.
     """
 
     turn: tuple[int, int, int]
-    host: Tensor
+    room: Tensor
     shape: torch.Size
     stored: Event
     landed: Event
     came_back: Tensor | None = field(default=None, init=False)
+
+    @property
+    def host(self) -> Tensor:
+        """Where it lies, 1-D."""
+        return self.room[: self.shape.numel()]
 
 
 class Offload:
@@ -53,16 +59,15 @@ class Offload:
         self._leaving: deque[tuple[Tensor, Parcel]] = deque()
         self._waiting: dict[tuple[int, int, int], Parcel] = {}  # for backward, by turn
 
-    def begin(self) -> None:
-        """Start a step."""
-        for parcel in self._waiting.values():
-            parcel.came_back = None  # of a step that failed
-        self._waiting = {}
-
     def end(self) -> None:
         """Forget what is still on its way; its memory is only used again after computing has waited for it."""
         while self._leaving:
             self._arrive_down()
+        for parcel in self._waiting.values():  # of blocks that did not run again
+            if parcel.came_back is not None:
+                self._wait("inputs that came back before they are read or forgotten", parcel.landed.wait)
+                parcel.came_back = None
+        self._waiting = {}
 
     def around(self, block: int, micro_batch: int, inputs: list[Tensor]) -> AbstractContextManager[Any]:
         """Within it, autograd keeps the tensors in `inputs` in host RAM instead of on the device."""
@@ -81,23 +86,22 @@ class Offload:
 
     def _send(self, key: tuple[int, int, int], tensor: Tensor) -> Parcel:
         parcel = self._parcels.get(key)
-        if parcel is None or parcel.host.numel() != tensor.numel() or parcel.host.dtype != tensor.dtype:
-            host = self._streams.host(tensor.numel(), tensor.dtype, pinned=self._pin)
+        if parcel is None or parcel.room.numel() < tensor.numel() or parcel.room.dtype != tensor.dtype:
+            # by half as much again: page-locked memory is kept to the end, and lengths may differ from step to step
+            elements = max(tensor.numel(), 0 if parcel is None else parcel.room.numel() * 3 // 2)
+            room = self._streams.host(elements, tensor.dtype, pinned=self._pin)
             parcel = Parcel(
-                (-key[0], *key[1:]), host, tensor.shape, self._streams.event(), self._streams.event()
+                (-key[0], *key[1:]), room, tensor.shape, self._streams.event(), self._streams.event()
             )
             self._parcels[key] = parcel
         parcel.shape = tensor.shape
+        flat = tensor.reshape(-1)  # a copy where it is not contiguous, so before the event
         computed = self._streams.event()
         computed.record()
         self._wait("a block's inputs before they go down", lambda: self._download.wait(computed))
-        self._wait(
-            "inputs on their way up before others go down in their place",
-            lambda: self._download.wait(parcel.landed),
-        )
-        self._streams.copy(parcel.host, tensor.reshape(-1), self._download)
+        self._streams.copy(parcel.host, flat, self._download)
         parcel.stored.record(self._download)
-        self._leaving.append((tensor, parcel))
+        self._leaving.append((flat, parcel))
         while len(self._leaving) > _LEAVING:
             self._arrive_down()
         self._waiting[parcel.turn] = parcel
@@ -113,8 +117,8 @@ class Offload:
             self._bring_back(parcel)
         tensor, parcel.came_back = parcel.came_back, None
         assert tensor is not None
-        self._wait("a block's inputs before it runs again", parcel.landed.wait)
-        del self._waiting[parcel.turn]
+        self._wait("inputs that came back before they are read or forgotten", parcel.landed.wait)
+        self._waiting.pop(parcel.turn, None)  # None: the block got the same tensor twice
         later = [turn for turn in self._waiting if turn > parcel.turn]
         if later and self._waiting[min(later)].came_back is None:
             self._bring_back(self._waiting[min(later)])

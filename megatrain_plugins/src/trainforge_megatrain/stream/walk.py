@@ -68,8 +68,6 @@ class Walk:
         Raises:
             Exception: the first that one of them raised.
         """
-        if self._offload is not None:
-            self._offload.begin()
         try:
             return self._run(work)
         finally:
