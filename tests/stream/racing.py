@@ -100,7 +100,7 @@ def watch_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def build(
     folder: Path,
-    streams: StreamsLike,
+    streams: StreamsLike | None,
     worker: Any,
     places: Places,
     *,
@@ -109,10 +109,14 @@ def build(
     offload: bool = False,
     accumulate: int = 2,
     model: Mapping[str, Any] | None = None,
+    change: Callable[[Any], None] = lambda model: None,
     train: Mapping[str, Any] | None = None,
     **section: Any,
 ) -> Walker:
-    """The plugin with units at `places` (others as they come), and one kind of wait left out."""
+    """The plugin with units at `places` (others as they come), and one kind of wait left out.
+
+    Without streams it is `resident`. `change` is done to the model before the memory gets it.
+    """
 
     class Careless(Stream):
         def wait(self, place: str, wait: Callable[[], object]) -> None:
@@ -131,7 +135,11 @@ def build(
     for stage in ("model", "data", "optimizer"):
         given = {"silent_every": 0, "validation": 2} if stage == "data" else {}
         build_stage(ctx, load_plugin(REFERENCE), stage, given)
-    ctx.plugin = load_plugin(STREAM).name
-    ctx.built["memory"] = Careless(ctx, StreamSection(**section), streams, worker, decide)
+    change(ctx.built["model"])
+    if streams is None:
+        build_stage(ctx, load_plugin("resident"), "memory", {})
+    else:
+        ctx.plugin = load_plugin(STREAM).name
+        ctx.built["memory"] = Careless(ctx, StreamSection(**section), streams, worker, decide)
     build_stage(ctx, load_plugin(REFERENCE), "checkpoint", {})
     return Walker(Stages(ctx, **ctx.built))

@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.stream.racing import LateWorker, Places, ReadingComm, build, watch_threads
+from torch import nn
 
 from trainforge.testing import Walker
 from trainforge.toolbox.fake_streams import FakeStreams, RaceError
@@ -92,8 +93,61 @@ def noticed(folder: Path, expected: Any, name: str, place: str, seed: int, **fac
     return not same(result, expected(name))
 
 
+class Skipping(nn.ModuleList):
+    """Blocks of which some are passed by, as those of a vision tower are in a step without images."""
+
+    skipped: frozenset[int] = frozenset()
+
+    def __iter__(self) -> Any:
+        return (block for index, block in enumerate(super().__iter__()) if index not in self.skipped)
+
+
+ALONE: Places = dict.fromkeys(("stem", "blocks.1", "blocks.2", "blocks.3", "head"), Place.DEVICE)
+"""Only the first block is in host RAM, so that nobody waits for its update but who needs it."""
+
+
+def passing_by(walker: Walker, streams: Any, block: int) -> Any:
+    """Four steps; every other one leaves a block out."""
+    blocks = walker.stages.model.module.blocks
+    with streams:
+        results = []
+        for step in range(4):
+            blocks.skipped = frozenset([block]) if step % 2 else frozenset()
+            results.append(walker.take())
+        return results, walker.weights(), torch.zeros(0)
+
+
+def skipping(model: Any) -> None:
+    model.module.blocks = Skipping(model.module.blocks)
+
+
+def passed_by(folder: Path, block: int, source: random.Random, **facts: Any) -> Any:
+    streams = FakeStreams(source)
+    walker = build(folder, streams, LateWorker(source, 0), change=skipping, **facts)
+    return passing_by(walker, streams, block)
+
+
+def passed_by_in_resident(folder: Path, block: int, **facts: Any) -> Any:
+    """The same with everything on the device."""
+    return passing_by(build(folder, None, None, {}, change=skipping, **facts), nullcontext(), block)
+
+
+@pytest.mark.parametrize(("block", "places"), [(0, ALONE), (0, PASSING), (1, MIXED), (3, PASSING)])
+def test_blocks_that_are_passed_by(tmp_path: Path, block: int, places: Places):
+    """Their last update is brought before their gradients are zeroed; the head has its weights without the last one."""
+    for accumulate in (1, 2):
+        wanted = passed_by_in_resident(tmp_path / "a", block, accumulate=accumulate)
+        facts: dict[str, Any] = {"places": places, "accumulate": accumulate, "offload": True}
+        assert same(passed_by(tmp_path / "b", block, random.Random(1), **facts), wanted)
+        assert f"blocks.{block}.up.weight" not in wanted[0][1].used
+
+
 @pytest.mark.parametrize("place", WAITS)
 def test_leaving_out_any_wait_is_noticed(tmp_path: Path, expected: Any, place: str):
+    if place == "a block's update before its gradients are zeroed":
+        wanted = passed_by_in_resident(tmp_path, 0)
+        assert not same(passed_by(tmp_path, 0, random.Random(0), places=ALONE, left_out=place), wanted)
+        return
     facts = {"comm": ReadingComm()} if place == "gradients before the host reads them" else {}
     names = ["inputs in host RAM"] if "inputs" in place else ["one micro-batch", "two"]
     for seed in range(6):

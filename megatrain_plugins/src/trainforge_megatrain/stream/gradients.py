@@ -156,6 +156,7 @@ class Gradients:
             if unit in self._filling:
                 self.finish(unit, sink)
             elif unit not in self._touched and unit in self._stale:
+                self._wait("a block's update before its gradients are zeroed", unit.settle)
                 self._wait("gradients before the host reads them", self.landed[unit].synchronize)
                 unit.storage.grads.zero_()
                 self._stale.discard(unit)

@@ -32,6 +32,7 @@ from trainforge_megatrain.stream.walk import Walk
 
 WAITS = (
     "a block's update before its weights go up",
+    "a block's update before its gradients are zeroed",
     "the readers of a room before it is overwritten",
     "a block's weights before it computes",
     "gradients on their way before their box is filled again",
@@ -89,6 +90,7 @@ class Stream(Memory):
         self.gradients = tuple(_flat_buffer(unit) for unit in reversed(self.units) if unit.trained)
         self.blocks = [unit for unit in self.units if unit.block is not None]
         self.others = [unit for unit in self.units if unit.block is None]
+        self.head = [unit for unit in self.units[-1:] if self.blocks and unit.block is None]
         self.recomputed = {u for u in self.blocks if ctx.train.recompute or u.place is Place.STREAMED}
         self.walk: Walk | None = None
         self._steps = 0
@@ -134,6 +136,12 @@ class Stream(Memory):
             block = self.module.get_submodule(unit.name)
             forward = torch.compile(block.forward) if self.compiled else block.forward
             block.forward = functools.partial(self._call_block, unit, forward)
+        for spec in [
+            spec for unit in self.head for spec in unit.specs
+        ]:  # also if the last block is passed by
+            owner = self.module.get_submodule(spec.name.rpartition(".")[0])
+            hook = owner.register_forward_pre_hook(lambda *_: self._hold(self.head))
+            self._handles.append(hook)
 
     def _load_initial(self, ctx: Context) -> None:
         self.model.load_buffers()
@@ -172,7 +180,7 @@ class Stream(Memory):
                 self.offload,
             )
             try:
-                self._hold(self.others if not self.blocks else self.others[:-1])
+                self._hold([unit for unit in self.others if unit not in self.head])
                 for loss in self.walk.run(lambda index: self._micro_batch(contributing[index], scale)):
                     total += loss
             finally:
@@ -191,6 +199,7 @@ class Stream(Memory):
         return loss.detach()
 
     def _loss(self, hidden: Tensor, labels: Tensor, scale: float) -> Tensor:
+        self._hold(self.head)
         head = [self.parameters[name] for name in self.model.head_parameters]
         return chunked_cross_entropy(
             hidden, labels, self.model.head, head, self.loss_chunk, scale, self._collect_head
@@ -211,7 +220,7 @@ class Stream(Memory):
     def _enter(self, unit: Unit, direction: int) -> None:
         self.rooms.enter(unit, direction)
         if direction > 0 and unit is self.blocks[-1]:
-            self._hold(self.others[-1:])  # the head is the last to be updated and the last to be needed
+            self._hold(self.head)  # the last to be updated and the last to be needed
 
     def _hold(self, units: Sequence[Unit]) -> None:
         for unit in units:
