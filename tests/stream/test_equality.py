@@ -10,6 +10,8 @@ from tests.hf import seeing
 from tests.hf.tiny import values
 from tests.stream.pairs import STREAM, compare_weights, pair, train_alike, walker
 
+from trainforge_megatrain.stream.memory import Stream
+
 CPU_ADAM = "trainforge_megatrain.cpu_adam"
 ROWS = str(Path(__file__).parents[1] / "support/image_rows.py")
 STEPS = 20
@@ -27,6 +29,11 @@ TINY = {"dropout": 0.2, "auxiliary": 0.1, "freeze": ("blocks.0.up.weight", "bloc
 """The model of the kit; each of its blocks has a parameter without a gradient."""
 
 
+def _tolerance(accumulate: int, tied: bool) -> float:
+    """Bits, but for tied weights: the head's share of several micro-batches is added up in another order."""
+    return 1e-6 if tied and accumulate > 1 else 0.0
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("case", TEXT)
 def test_families_of_text_models(tmp_path: Path, case: str, accumulate: int):
@@ -37,7 +44,7 @@ def test_families_of_text_models(tmp_path: Path, case: str, accumulate: int):
         model={"config": values(family, **more)},
         accumulate=accumulate,
     )
-    losses = train_alike(ours, default, STEPS)
+    losses = train_alike(ours, default, STEPS, _tolerance(accumulate, "tied" in case.split()))
     assert losses[-1] < losses[0] - 0.2
 
 
@@ -84,7 +91,7 @@ def test_dropout_frozen_and_unused_parameters(tmp_path: Path, tied: bool, accumu
     model = {"layers": 4, "tied": tied, **TINY}
     ours, default = pair(tmp_path, model=model, train={"weight_decay": 0.1}, accumulate=accumulate)
     before = ours.weights()
-    train_alike(ours, default, STEPS)
+    train_alike(ours, default, STEPS, _tolerance(accumulate, tied))
     still = {name for name, weight in ours.weights().items() if (weight == before[name]).all()}
     assert still == {*TINY["freeze"], *(f"blocks.{i}.idle.weight" for i in range(4))}  # type: ignore[misc]
     held = {(named.key, named.extent.name) for named in ours.stages.memory.state().tensors}
@@ -119,19 +126,21 @@ def test_bf16_with_one_micro_batch(tmp_path: Path, master: str):
     assert any((weight != weight.bfloat16().float()).any() for weight in ours.weights().values())
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mixtral", "gemma2"])
-def test_bf16_of_real_families(tmp_path: Path, family: str):
-    """One micro-batch, and three whose sum travels in fp32."""
-    for accumulate, grads in ((1, "bf16"), (3, "fp32")):
-        ours, default = pair(
-            tmp_path / grads,
-            ("hf", "adamw", "dcp"),
-            model={"config": values(family)},
-            section={"grads": grads},
-            train={"dtype": "bf16"},
-            accumulate=accumulate,
-        )
-        train_alike(ours, default, 8)
+@pytest.mark.parametrize("family", ["qwen2", "mixtral", "qwen3"])
+def test_bf16_of_real_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str):
+    """One micro-batch; and three whose sum travels in fp32, but for the head's gradient, which is not rounded first."""
+    facts = {"model": {"config": values(family)}, "train": {"dtype": "bf16"}}
+    stages = ("hf", "adamw", "dcp")
+    train_alike(*pair(tmp_path / "one", stages, accumulate=1, **facts), 8)
+    section = {"grads": "fp32"}
+    ours, default = pair(tmp_path / "near", stages, section=section, accumulate=3, **facts)
+    for _ in range(8):
+        got, wanted = ours.take(), default.take()
+        assert got.loss == pytest.approx(wanted.loss, rel=1e-3)
+        assert got.norm == pytest.approx(wanted.norm, rel=1e-2)
+    collect = Stream._collect_head
+    monkeypatch.setattr(Stream, "_collect_head", lambda self, p, grad: collect(self, p, grad.to(p.dtype)))
+    train_alike(*pair(tmp_path / "three", stages, section=section, accumulate=3, **facts), 8)
 
 
 def test_bf16_sums_that_travel_in_bf16_are_rounded_once(tmp_path: Path):
