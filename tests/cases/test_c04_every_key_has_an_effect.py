@@ -163,6 +163,17 @@ TESTED_ELSEWHERE = {
     "ddp.bucket_mb": "tests/cases/test_c23_one_sum_over_micro_batches.py::"
     "test_two_ranks_are_the_single_big_batch_with_one_reduction_per_bucket",
     "ddp.timeout": "tests/cases/test_c17_stuck_or_killed.py::test_a_rank",
+    "run.host_memory": "tests/stream/test_plan_limits.py::"
+    "test_a_run_is_refused_before_it_loads_unless_told_to_start",
+    "stream.gpu_budget": "tests/stream/test_plan_command.py::"
+    "test_a_budget_moves_blocks_and_the_start_report_says_where_and_how_fast",
+    "stream.master": "tests/stream/test_plan_sizes.py::test_what_is_counted_is_what_is_allocated",
+    "stream.slots": "tests/stream/test_plan_sizes.py::test_what_is_counted_is_what_is_allocated",
+    "stream.grads": "tests/stream/test_plan_sizes.py::test_what_is_counted_is_what_is_allocated",
+    "stream.inputs": "tests/stream/test_plan_command.py::test_where_inputs_wait_can_be_said",
+    "stream.pin": "tests/stream/test_plan_command.py::test_page_locking_can_be_switched_off",
+    "stream.oversubscribe": "tests/stream/test_plan_limits.py::"
+    "test_a_run_is_refused_before_it_loads_unless_told_to_start",
     "cpu_adam.backend": "tests/cpu_adam/test_inputs.py::test_deepspeed_gets_fp32_slots_one_by_one",
     "cpu_adam.moments": "tests/cpu_adam/test_update.py::test_bf16_moments_are_rounded_to_the_nearest_even",
     "cpu_adam.threads": "tests/cpu_adam/test_threads.py::test_cores_are_shared_out",

@@ -150,7 +150,7 @@ def phase_lines(step: Forecast) -> list[str]:
     """Every term of both phases, for `forge plan`."""
     return [
         f"  {name}: "
-        + ", ".join(f"{term} {format_seconds(seconds)}" for term, seconds in phase.terms.items())
+        + ", ".join(f"{term} {format_seconds(seconds)}" for term, seconds in phase.terms.items() if seconds)
         for name, phase in (("forward", step.forward), ("backward", step.backward))
     ]
 

@@ -10,6 +10,7 @@ import torch
 from trainforge.context import Context
 from trainforge.stages import ModelSpec, Optimizer, ParameterSpec
 from trainforge.toolbox.dtypes import working_dtype
+from trainforge.toolbox.loading import LOAD_CHUNK
 from trainforge_megatrain.stream import StreamSection
 from trainforge_megatrain.stream.units import Place, Unit
 
@@ -18,6 +19,8 @@ _RESERVE = 512 * 2**20
 """For what libraries take for themselves (cuBLAS workspaces) and for small tensors."""
 _SPLINTERS = 64
 """The allocator leaves about one byte in so many unused between its blocks (2 % of 110 GiB on an H200)."""
+_SPLIT_CHUNK = 2**24  # elements that `toolbox.halves` takes at a time
+LOADING = "weights as they are loaded, piece by piece"
 _INPUTS_ON_THEIR_WAY = 4
 """Of those that wait in host RAM: two that leave, one in use, one that comes back early."""
 _BACKWARD = 1.25
@@ -134,8 +137,15 @@ def on_host(units: Sequence[Unit], sizes: Sizes) -> dict[str, int]:
         "optimizer state": trained * sizes.state,
         "gradients": trained * sizes.travel,
         "block inputs": inputs,
+        LOADING: _loading(units),
     }
     return {name: size for name, size in needs.items() if size}
+
+
+def _loading(units: Sequence[Unit]) -> int:
+    """A piece of a parameter in fp32 while it is loaded, and two temporaries while it is split in halves."""
+    largest = max((spec.elements for unit in units for spec in unit.specs), default=0)
+    return 4 * min(largest, LOAD_CHUNK) + 2 * 4 * min(largest, _SPLIT_CHUNK)
 
 
 def page_locked(units: Sequence[Unit], sizes: Sizes) -> int:
