@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner, Result
 from tests.stream.plans import QWEN, RATES, described
@@ -118,6 +119,16 @@ def test_a_budget_moves_blocks_and_the_start_report_says_where_and_how_fast(tmp_
     places, lines = built(tmp_path, gpu_budget=missing + 2**18)  # a block of 41,000 parameters takes 0.6 MB
     assert "streamed" in places
     assert any("0 of 6 blocks live on the device" in line for line in lines)
+
+
+def test_without_room_to_measure_the_device_is_filled(tmp_path, monkeypatch):
+    def no_room(*_args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(building, "rates_of_this_machine", no_room)
+    places, lines = built(tmp_path, gpu_budget="8GiB")
+    assert places == ["device"] * 8
+    assert any("no room on the device to measure" in line for line in lines)
 
 
 def test_page_locking_can_be_switched_off(tmp_path, monkeypatch):

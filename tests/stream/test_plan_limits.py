@@ -127,7 +127,7 @@ def test_a_control_group_refuses_a_7b_shape(tmp_path, monkeypatch):
         "max_position_embeddings": 4096,
     }
     ctx = described(tmp_path, {**QWEN, **shape}, train={"dtype": "bf16"})
-    made = decide(ctx, ctx.model, ctx.optimizer, StreamSection(), divide(ctx.model), None)
+    made = decide(ctx, ctx.model, ctx.optimizer, StreamSection(), divide(ctx.model), None, None)
     parameters = sum(spec.elements for spec in ctx.model.parameters)
     assert 7.6e9 < parameters < 7.7e9
     loading = 2**28 * 4 + 2 * 2**24 * 4  # of the embedding

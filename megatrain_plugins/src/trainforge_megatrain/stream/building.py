@@ -14,7 +14,7 @@ from trainforge.units import format_bytes
 from trainforge_megatrain.stream import StreamSection
 from trainforge_megatrain.stream.decision import Decision, decide, locking, placement_line, step_line
 from trainforge_megatrain.stream.forecast import Rates
-from trainforge_megatrain.stream.limits import device_budget
+from trainforge_megatrain.stream.limits import budget_of
 from trainforge_megatrain.stream.memory import Stream
 from trainforge_megatrain.stream.rates import rates_of_this_machine
 from trainforge_megatrain.stream.sizes import Sizes
@@ -29,13 +29,15 @@ def build(ctx: Context, section: StreamSection) -> Stream:
     """
 
     def place(units: Sequence[Unit]) -> bool:
-        rates = _rates(ctx, section)
-        made = decide(ctx, ctx.model, ctx.optimizer, section, units, rates)
+        budget = budget_of(ctx, section)
+        _limit(ctx.device, budget)
+        made = decide(ctx, ctx.model, ctx.optimizer, section, units, budget, None)
+        if made.refusal is None and budget is not None:  # else there is nothing to choose
+            made = decide(ctx, ctx.model, ctx.optimizer, section, units, budget, _rates(ctx, section))
         if made.refusal is not None:
             if not section.oversubscribe:
                 raise ConfigError(made.refusal)
             ctx.console.warn(f"stream.oversubscribe: starting although {made.refusal}")
-        _limit(ctx.device, made.budget)
         _report(ctx, section, made)
         return made.sizes.offload
 
@@ -43,12 +45,15 @@ def build(ctx: Context, section: StreamSection) -> Stream:
 
 
 def _rates(ctx: Context, section: StreamSection) -> Rates | None:
-    """Rates where there is something to choose: on a CPU without a budget every block passes through."""
-    wished = None if section.gpu_budget == "auto" else section.gpu_budget
-    if device_budget(ctx.device, wished) is None:
-        return None
+    """Rates of this machine; None where the budget leaves no room to measure them."""
     sizes = Sizes.of(ctx, ctx.model, ctx.optimizer, section)
-    return rates_of_this_machine(ctx, ctx.model, ctx.optimizer, section, sizes)
+    try:
+        return rates_of_this_machine(ctx, ctx.model, ctx.optimizer, section, sizes)
+    except torch.OutOfMemoryError:
+        ctx.console.warn(
+            "stream: no room on the device to measure its speed, so it is filled in forward order"
+        )
+        return None
 
 
 def _limit(device: torch.device, budget: int | None) -> None:

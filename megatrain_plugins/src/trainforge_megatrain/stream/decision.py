@@ -10,7 +10,7 @@ from trainforge.stages import ModelSpec, Optimizer
 from trainforge.units import format_bytes, format_seconds
 from trainforge_megatrain.stream import StreamSection
 from trainforge_megatrain.stream.forecast import Forecast, Phase, Rates, forecast
-from trainforge_megatrain.stream.limits import device_budget, host_limit, locking_note, refusal, resident_set
+from trainforge_megatrain.stream.limits import host_limit, locking_note, refusal, resident_set
 from trainforge_megatrain.stream.placement import Placement, Room, better, place
 from trainforge_megatrain.stream.sizes import Sizes, on_device, on_host, page_locked
 from trainforge_megatrain.stream.units import Place, Unit
@@ -56,19 +56,23 @@ def decide(
     optimizer: Optimizer,
     section: StreamSection,
     units: Sequence[Unit],
+    budget: int | None,
     rates: Rates | None,
 ) -> Decision:
-    """Place the units and count."""
+    """Place the units and count.
+
+    Args:
+        budget: bytes of the device, from `limits.budget_of`: asked before anything is measured there.
+        rates: of this machine; None fills the device in forward order.
+    """
     counted = Sizes.of(ctx, model, optimizer, section)
-    wished = None if section.gpu_budget == "auto" else section.gpu_budget
-    budget = device_budget(ctx.device, wished)
     limit = host_limit(None if ctx.run.host_memory == "auto" else ctx.run.host_memory)
     room = Room(budget, None if limit is None else limit.free)
     sizes = _place(units, model, counted, section, room, rates)
     device, host = on_device(units, sizes), on_host(units, sizes)
     reasons = []
     if budget is not None:
-        asked = "what is free" if wished is None else "stream.gpu_budget"
+        asked = "what is free" if section.gpu_budget == "auto" else "stream.gpu_budget"
         reasons.append(refusal(device, budget, asked, "The device", _ON_DEVICE))
     if limit is not None:
         all_of_it = host if ctx.device.type != "cpu" else _together(host, device)

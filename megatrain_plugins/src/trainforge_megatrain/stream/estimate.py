@@ -7,6 +7,7 @@ from trainforge.provider import Estimate
 from trainforge.stages import ModelSpec
 from trainforge_megatrain.stream import StreamSection
 from trainforge_megatrain.stream.decision import decide, locking, phase_lines, placement_line, step_line
+from trainforge_megatrain.stream.limits import budget_of
 from trainforge_megatrain.stream.rates import rates_of_this_machine, told
 from trainforge_megatrain.stream.sizes import Sizes
 from trainforge_megatrain.stream.units import divide
@@ -15,8 +16,9 @@ from trainforge_megatrain.stream.units import divide
 def estimate(ctx: Context, model: ModelSpec, section: StreamSection) -> Estimate:
     """Bytes per tier, the placement, the predicted step, and why it would be refused."""
     sizes = Sizes.of(ctx, model, ctx.optimizer, section)
+    budget = budget_of(ctx, section)
     rates = rates_of_this_machine(ctx, model, ctx.optimizer, section, sizes)
-    made = decide(ctx, model, ctx.optimizer, section, divide(model), rates)
+    made = decide(ctx, model, ctx.optimizer, section, divide(model), budget, rates)
     assert made.step is not None
     notes = [placement_line(made), step_line(made.step), *phase_lines(made.step)]
     notes += [f"  measured here: {line}" for line in told(rates)]

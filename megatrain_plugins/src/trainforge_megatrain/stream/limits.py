@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from trainforge.context import Context
 from trainforge.units import format_bytes
+from trainforge_megatrain.stream import StreamSection
 
 _FREE_SHARE = 0.94
 """Of the device's free memory that `auto` takes; the rest is for what others allocate beside PyTorch."""
@@ -94,11 +96,13 @@ def locking_note(locked: int) -> str | None:
     )
 
 
-def device_budget(device: torch.device, wished: int | None) -> int | None:
+def budget_of(ctx: Context, section: StreamSection) -> int | None:
     """Bytes that the run may take on the device: what was asked for, else most of what is free; None on a CPU."""
-    if wished is not None or device.type == "cpu":
-        return wished
-    free, _ = torch.get_device_module(device).mem_get_info(device)
+    if section.gpu_budget != "auto":
+        return section.gpu_budget
+    if ctx.device.type == "cpu":
+        return None
+    free, _ = torch.get_device_module(ctx.device).mem_get_info(ctx.device)
     return round(free * _FREE_SHARE)
 
 

@@ -28,8 +28,12 @@ from trainforge_megatrain.stream.units import Place, Unit, allocate
 from trainforge_megatrain.stream.updates import Updates
 
 _ROUNDS = 3
-_COPY_BYTES = {True: 2**28, False: 2**26}  # with a device; on a CPU
+_COPY_BYTES = {
+    True: 2**27,
+    False: 2**26,
+}  # with a device; on a CPU. What lies on the device stays small: a budget holds
 _PARAMETERS = {True: 2**26, False: 2**22}
+_PARAMETERS_THERE = 2**24
 _WIDTH = {True: 8192, False: 512}
 
 
@@ -59,8 +63,11 @@ def measure(
     host = _updates(device, optimizer, dtype, Place.STREAMED, halves=halves)
     there = _updates(device, optimizer, dtype, Place.DEVICE, halves=halves) if accelerated else host
     block = block_flops_per_s(device, dtype, model, sizes) if accelerated else None
+    compute = block or _product(device, dtype)
+    if accelerated:
+        torch.get_device_module(device).empty_cache()
     return Rates(
-        compute=block or _product(device, dtype),
+        compute=compute,
         upload=upload,
         download=download,
         host_update=host,
@@ -157,7 +164,7 @@ def _updates(
     device: torch.device, optimizer: Optimizer, dtype: torch.dtype, where: Place, *, halves: bool
 ) -> float:
     """Parameters per second of the run's own optimizer, on the thread and in the layout that it will have."""
-    count = _PARAMETERS[device.type != "cpu"]
+    count = _PARAMETERS_THERE if where is Place.DEVICE else _PARAMETERS[device.type != "cpu"]
     home = device if where is Place.DEVICE else torch.device("cpu")
     layout = flat_layout([ParameterSpec("measured", (count,))])
     unit = Unit("measured", None, layout, layout.length, where)
