@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import median, show
-from trainforge.stages import Optimizer, ParameterSpec, Slot, StateSpec, Update
+from trainforge.stages import Optimizer, ParameterSpec, StateSpec, Update
 from trainforge.testing import Stages, Walker, build_stages, load_plugin, tiny_context
 from trainforge.testing.bench import REFERENCE, build_stage
 
