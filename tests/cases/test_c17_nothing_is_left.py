@@ -3,13 +3,20 @@
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from tests.run.test_ranks import command, two_rank_recipe
-from tests.support.processes import below, command_line, gone, shared_memory, wait_until
+from tests.run.test_ranks import two_rank_recipe
+from tests.support.processes import (
+    below,
+    command_line,
+    gone,
+    shared_memory,
+    start_forge_run,
+    steps_logged,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -72,15 +79,12 @@ class Ending:
         self.segments, self.folder = shared_memory(), folder / "run"
         recipe = two_rank_recipe(folder, **{"steps": 6, "save_every": 2, "log_every": 1, **train})
         recipe.write_text(recipe.read_text() + "ddp: {timeout: 8s}\n")
-        self.process = subprocess.Popen(
-            command(recipe, self.folder, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        self.process = start_forge_run(recipe, self.folder, "--nproc", 2, *options)
         self.family = [self.process.pid]
 
     def trains(self):
         """Wait until a few steps are done."""
-        metrics = self.folder / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 4, self.process)
+        wait_until(lambda: steps_logged(self.folder) > 4, self.process)
         self.family += below(self.process.pid)
 
     def left_nothing(self, code):

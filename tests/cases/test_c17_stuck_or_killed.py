@@ -4,24 +4,22 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 
 import pytest
 from tests.run.runs import write_recipe
-from tests.run.test_ranks import command, ranks_of, two_rank_recipe
-from tests.support.processes import below, gone, shared_memory, wait_until, workers_of
+from tests.run.test_ranks import ranks_of, two_rank_recipe
+from tests.support.processes import (
+    below,
+    gone,
+    shared_memory,
+    start_forge_run,
+    steps_logged,
+    wait_until,
+    workers_of,
+)
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-
-
-def start(recipe, run_dir, nproc, *options):
-    return subprocess.Popen(
-        command(recipe, run_dir, *options, nproc=nproc),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def big_recipe(folder):
@@ -40,7 +38,7 @@ def big_recipe(folder):
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_tokenising_worker(tmp_path, number, says, within, nproc):
     recipe, before = big_recipe(tmp_path), shared_memory()
-    process = start(recipe, tmp_path / "run", nproc)
+    process = start_forge_run(recipe, tmp_path / "run", "--nproc", nproc)
     wait_until(lambda: len(workers_of(process.pid)) == 2, process)
     family = below(process.pid)
     os.kill(workers_of(process.pid)[1], number)
@@ -82,7 +80,7 @@ def test_a_rank_that_hangs_while_its_data_are_built(tmp_path):
     recipe.write_text(recipe.read_text() + "ddp: {timeout: 3s}\n")
     (tmp_path / "hanging.py").write_text(HANGING)
     before = shared_memory()
-    process = start(recipe, tmp_path / "run", 2, "--plugins", str(tmp_path / "hanging.py"))
+    process = start_forge_run(recipe, tmp_path / "run", "--nproc", 2, "--plugins", tmp_path / "hanging.py")
     wait_until((tmp_path / "hangs").exists, process)
     began, family = time.monotonic(), below(process.pid)
     out, err = process.communicate(timeout=90)
@@ -101,9 +99,8 @@ def test_a_rank(tmp_path, stuck):
     recipe = two_rank_recipe(tmp_path, steps=100_000)
     recipe.write_text(recipe.read_text() + "ddp: {timeout: 3s}\n")
     before = shared_memory()
-    process = start(recipe, tmp_path / "run", 2)
-    metrics = tmp_path / "run/metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, process)
+    process = start_forge_run(recipe, tmp_path / "run", "--nproc", 2)
+    wait_until(lambda: steps_logged(tmp_path / "run") > 3, process)
     family = below(process.pid)
     os.kill(ranks_of(process.pid)[stuck], signal.SIGSTOP)
     began = time.monotonic()

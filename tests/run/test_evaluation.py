@@ -1,15 +1,14 @@
 """The validation loss is the mean over all supervised tokens, however rows fall on ranks and micro-batches."""
 
 import signal
-import subprocess
 import time
 
 import pytest
 import torch
 from tests.run.runs import MODEL, Outcome, run, write_recipe
 from tests.run.test_equivalence import weights_of
-from tests.run.test_ranks import command, two_ranks
-from tests.support.processes import wait_until
+from tests.run.test_ranks import two_ranks
+from tests.support.processes import start_forge_run, steps_logged, wait_until
 from transformers import AutoConfig, AutoModelForCausalLM
 
 LENGTH = 32
@@ -76,10 +75,8 @@ def test_over_ranks(tmp_path, rows):
 def test_a_signal_is_not_kept_waiting_by_a_long_evaluation(tmp_path, nproc):
     recipe = recipe_with(tmp_path, 40_000, 1)
     recipe.write_text(recipe.read_text().replace("steps: 2", "steps: 100000\n  eval_every: 3"))
-    metrics = tmp_path / "run/metrics.jsonl"
-    command_line = command(recipe, tmp_path / "run", nproc=nproc)
-    process = subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) == 2, process)
+    process = start_forge_run(recipe, tmp_path / "run", "--nproc", nproc)
+    wait_until(lambda: steps_logged(tmp_path / "run") == 2, process)
     time.sleep(1)  # by now it evaluates, for half a minute if nobody stops it
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()
