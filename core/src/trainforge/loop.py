@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainforge.cadence import CadenceClock
+from trainforge.errors import DataExhausted
 from trainforge.evaluation import EvaluationCut, evaluate
 from trainforge.measure import StepFigures
 from trainforge.patience import Verdict, judge
@@ -31,6 +32,7 @@ class Totals:
     real: int
     stop: bool
     save: bool
+    ended: bool
 
 
 def train(run: Run, stop_requested: Callable[[], bool]) -> str:
@@ -38,18 +40,24 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
 
     Returns:
         `"finished"`, `"max_steps"`, `"early_stopped"` (by `train.early_stop`) or `"stopped"` (by a signal).
+
+    Raises:
+        DataExhausted: the data of a rank ended before; the steps done are saved.
     """
     state, save_clock = run.state, CadenceClock(run.train.save_every)
-    figures = StepFigures(run)
+    figures, saved = StepFigures(run), state.step
     stopped, verdict = False, Verdict()
     run.ledger.restart()
     while state.step < run.last_step and not (stopped or verdict.stop):
         step = state.step + 1
         run.doing = ("data", f"taking the batches of step {step}")
         seed_everything(derive_seed(run.seed, "data", step, run.ctx.rank))
-        batches = run.stages.data.take(run.ctx.batching.accumulate)
+        batches = _take(run)
         run.doing = ("comm", f"agreeing on the token counts of step {step}")
         totals = _agree(run, batches, stop=stop_requested(), save=save_clock.due(step))
+        if batches is None or totals.ended:
+            _save_what_is_done(run, figures, saved)
+            raise DataExhausted
         stopped = totals.stop
         run.ledger.lap("data")
 
@@ -77,6 +85,7 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
             figures.read()  # before saving, so that the checkpoint has the losses and counts of this step
         if saves:
             save(run)
+            saved = step
             save_clock.done()
             run.ledger.lap("checkpoint")
         _tell_committed(run)
@@ -96,23 +105,41 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
     return "early_stopped" if verdict.stop else "max_steps"
 
 
+def _take(run: Run) -> Sequence[Batch] | None:
+    """This rank's micro-batches of the next step; None when its data has ended."""
+    try:
+        return run.stages.data.take(run.ctx.batching.accumulate)
+    except DataExhausted:
+        return None
+
+
+def _save_what_is_done(run: Run, figures: StepFigures, saved: int) -> None:
+    """Save the steps since the last checkpoint, that of step `saved`: none will follow."""
+    if run.state.step > saved:
+        figures.read()
+        save(run)
+    run.stages.checkpoint.wait()
+    _tell_committed(run)
+
+
 def _evaluation_due(run: Run, step: int) -> bool:
     """Every `eval_every` steps and at the end. Who asks a run to stop waits for saving only."""
     every = run.train.eval_every
     return step == run.steps or (every is not None and step % every == 0)
 
 
-def _agree(run: Run, batches: Sequence[Batch], *, stop: bool, save: bool) -> Totals:
+def _agree(run: Run, batches: Sequence[Batch] | None, *, stop: bool, save: bool) -> Totals:
     """Sum this step's token counts and wishes over ranks. Only rank 0's clock says when to save."""
-    supervised, real, stops, saves = run.stages.comm.control(
+    supervised, real, stops, saves, ends = run.stages.comm.control(
         [
-            sum(batch.supervised for batch in batches),
-            sum(batch.real for batch in batches),
+            sum(batch.supervised for batch in batches or ()),
+            sum(batch.real for batch in batches or ()),
             float(stop),
             float(save and run.ctx.rank == 0),
+            float(batches is None),
         ]
     )
-    return Totals(int(supervised), int(real), stops > 0, saves > 0)
+    return Totals(int(supervised), int(real), stops > 0, saves > 0, ends > 0)
 
 
 def _step(

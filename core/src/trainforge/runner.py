@@ -245,7 +245,10 @@ def _blaming_who_works(run: Run) -> Iterator[None]:
         raise
     except DataExhausted as error:
         raise TrainForgeError(
-            f"the data ended after {run.state.step} of {run.steps} steps: lower train.steps, or give more data"
+            f"the data ended after {run.state.step} of {run.steps} steps, which are saved: lower train.steps to "
+            f"{run.state.step}, or start over with more data"
+            if run.state.step
+            else "the data ended before the first step: give more data"
         ) from error
     except Exception as error:
         stage, doing = run.doing
