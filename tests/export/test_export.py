@@ -209,7 +209,7 @@ def test_a_tied_module_of_the_users_own(tmp_path):
     from safetensors.torch import load_model
 
     run = trained(tmp_path, {"config": None, "factory": f"{__name__}:tied_toy"})
-    out = exported(run, tmp_path / "out", dtype="fp32")
+    out = exported(run, tmp_path / "out", dtype="fp32", trust_code=True)
     with safe_open(out / "model.safetensors", framework="pt") as opened:
         assert json.loads(opened.metadata()["aliases"]) == {"head.weight": "embedding.weight"}
         assert "head.weight" not in opened.keys()  # noqa: SIM118

@@ -31,6 +31,7 @@ def export_run(
     dtype: Literal["bf16", "fp32"] = "bf16",
     lora: Literal["merged", "adapter"] = "merged",
     force: bool = False,
+    trust_code: bool = False,
 ) -> str:
     """Write the model of a run into the folder `out`: whole or not at all. Runs on the CPU.
 
@@ -39,6 +40,7 @@ def export_run(
         dtype: of the weights in the files. The masters in the checkpoint are fp32.
         lora: trained adapters are added to what they adapt, or written alone.
         force: an `out` that is not empty is renamed to `out.old-N` instead of being refused.
+        trust_code: run code that the run's recipe names and that is not installed (see `trust.py`).
 
     Returns:
         The `weights_digest` of what was exported.
@@ -50,7 +52,7 @@ def export_run(
     import torch
 
     _refuse_what_exists(out, force)
-    stored = open_run(run_dir, step)
+    stored = open_run(run_dir, step, allowed=None if trust_code else ())
     ctx = build_model(stored, torch.device("cpu"), console)
     tokenizer = build_tokenizer(stored, ctx)
     alone = lora == "adapter"

@@ -26,6 +26,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
+    def runs_code(self) -> tuple[str, ...]:
+        """Keys that have code run which is not installed, as a person would write them: `model.factory: nets:make`.
+
+        `forge export` and `forge sample` ask before such a key of a stored recipe is followed.
+        """
+        return ()
+
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:

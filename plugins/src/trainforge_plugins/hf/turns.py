@@ -38,8 +38,8 @@ def turn(path: Path, doing: str, console: Console, limit_s: float) -> Iterator[N
             waited = time.monotonic() - began
             if waited > limit_s:
                 raise TrainForgeError(
-                    f"{_holder(lock)} has been {doing} for {format_seconds(waited)} and this run waits for it: end it if "
-                    f"it gets no further (it holds {path}), and start again"
+                    f"{_holder(lock)} has been {doing} for {format_seconds(waited)} and this run waits for it: end "
+                    f"it if it gets no further (it holds {path}), and start again"
                 )
             if waited > _TOLD_AFTER_S and not told:
                 told = True
