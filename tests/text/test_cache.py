@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import pytest
@@ -217,6 +217,25 @@ def test_a_cache_is_opened_before_the_next_build_may_begin(tmp_path: Path, monke
 
     monkeypatch.setattr(cache.TokenCache, "__init__", looking)
     assert text_data(tmp_path, str(path)).cache.documents == 1
+
+
+@pytest.mark.parametrize("change", ["longer", "gone"])
+def test_a_file_that_changes_while_it_is_tokenised_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
+    write = cache.CacheWriter.write
+
+    def meanwhile(self: cache.CacheWriter, *arguments: Any) -> None:
+        write(self, *arguments)
+        write_jsonl(path, [{"text": "hello"}, {"text": "more"}]) if change == "longer" else path.unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.CacheWriter, "write", meanwhile)
+        with pytest.raises(DataError, match=r"a\.jsonl changed while it was tokenised: wait"):
+            text_data(tmp_path, str(path))
+    write_jsonl(path, [{"text": "hello"}, {"text": "more"}])
+    assert text_data(tmp_path, str(path)).cache.documents == 2
 
 
 @pytest.fixture

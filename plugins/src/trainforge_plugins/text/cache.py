@@ -36,7 +36,7 @@ from trainforge_plugins.text.tokenise import Reading
 from trainforge_plugins.text.tokenizers import Tokenizer
 from trainforge_plugins.text.units import cut_units
 
-VERSION = 3
+VERSION = 4
 READS_UNTIL_RELEASE = 64
 COUNTED_AT_ONCE = 1 << 24
 """Labels that are looked at before their memory is given back: those of a large data set need not fit."""
@@ -250,7 +250,11 @@ def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
 def _build(
     folder: Path, request: CacheRequest, console: Console, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Tokenise everything; leaves the new data files and the index that names them."""
+    """Tokenise everything; leaves the new data files and the index that names them.
+
+    Raises:
+        DataError: no row can be used, or a file changed in the meantime.
+    """
     for leftover in folder.glob("*.partial"):
         leftover.unlink()
     ledger = RowLedger(request.strict)
@@ -262,6 +266,11 @@ def _build(
         stack.callback(images.close)
         writer = CacheWriter(files, request.tokenizer, images)
         _tokenise(request, writer, ledger, console, progress)
+        for source in request.sources:
+            if not source.is_current():
+                raise DataError(
+                    f"{source.path} changed while it was tokenised: wait until it is written, and start again"
+                )
         for file in files:
             progress(f"writing {file.name}")
             file.flush()
@@ -309,11 +318,12 @@ def _tokenise(
     progress("starting")
     for source in request.sources:
         if source.size == 0 and isinstance(source.path, Path):
-            ledger.add_empty(source)
+            ledger.add_file(source, "empty file")
     total = sum(source.size for source in request.sources)
     workers = worker_count(request.workers, request.sources, request.tokenizer)
     units = cut_units(request.sources)
     end = np.array([] if request.tokenizer.end is None else [request.tokenizer.end])
+    with_rows = set()
     with console.task("tokenising", total, "B") as task:
         open_document = False
         for unit, piece in tokenise_all(
@@ -326,6 +336,7 @@ def _tokenise(
             if unit.format == "text" and len(piece.tokens) and not open_document:
                 piece.starts = np.zeros(1, np.int64)
                 open_document = True
+            with_rows.add(unit.source)
             ledger.add(unit, piece)
             writer.write_images(piece)
             writer.write(piece.tokens, piece.starts, piece.labels)
@@ -334,5 +345,8 @@ def _tokenise(
                 open_document = False
             task.advance(unit.stop - unit.start)
             progress(str(unit))
+    for number, source in enumerate(request.sources):
+        if source.size and not source.repeat and number not in with_rows:
+            ledger.add_file(source, "file without rows")
     longest = None if request.rendering is None else request.rendering.max_len
     ledger.require_rows(request.field, request.sources, longest)
