@@ -79,6 +79,9 @@ def test_the_estimate_of_the_cache(tmp_path: Path):
     ctx = context(tmp_path)
     section = TextSection(path=str(tmp_path / "a.txt"))
     assert estimate(ctx, ctx.model, section).disk == {"token cache": 2000}
+    row = write_jsonl(tmp_path / "b.jsonl", [{"instruction": "q", "output": "a" * 100}])
+    section = TextSection(path=str(row))
+    assert estimate(ctx, ctx.model, section).disk == {"token cache": 3 * row.stat().st_size}
 
 
 def test_the_path_of_validation_is_called_so(tmp_path: Path):
