@@ -210,7 +210,7 @@ def _finished_before(run: Run, stop_requested: Callable[[], bool]) -> int:
         _record(run, summarise(run, "early_stopped" if early else "finished"))
     if early:
         run.console.note(
-            f"this run has ended early at step {run.state.step}: {why_early(run.state)}. Raise "
+            f"this run has ended early at step {run.state.step}: {why_early(run.state, run.train)}. Raise "
             f"train.early_stop.patience (or leave early_stop out) to train on. Everything lies in {run.path}"
         )
         return EXIT_DONE

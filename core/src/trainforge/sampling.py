@@ -94,6 +94,7 @@ def sample_run(
         seconds = time.perf_counter() - began
     finally:
         memory.close()
+        ctx.model.close()
     if not drawn:
         raise UserError(f"{run_dir} cannot be sampled from: its memory plugin {plugin} does not generate")
     return Sample(stored.checkpoint.step, tokenizer.decode(drawn), len(drawn), seconds)

@@ -148,8 +148,9 @@ class StoredInitial:
             buffer.copy_(self._read(name).view(buffer.shape))
 
     def close(self) -> None:
-        """Give the checkpoint back."""
+        """Give the checkpoint back, and what that run's model holds open."""
         self.source.reader.close()
+        self.source.model.close()
 
     def _read(self, name: str) -> Tensor:
         stored = self.source.stored.checkpoint
