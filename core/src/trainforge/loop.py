@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from trainforge.errors import DataExhausted
 from trainforge.evaluation import EvaluationCut, evaluate
 from trainforge.measure import StepFigures
 from trainforge.patience import Verdict, judge
+from trainforge.saving import save, save_what_is_done, tell_committed
 from trainforge.schedule import learning_rate
 from trainforge.seeding import derive_seed, micro_batch_seed, seed_everything
 from trainforge.stages import Update
@@ -56,7 +56,8 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
         run.doing = ("comm", f"agreeing on the token counts of step {step}")
         totals = _agree(run, batches, stop=stop_requested(), save=save_clock.due(step))
         if batches is None or totals.ended:
-            _save_what_is_done(run, figures, saved)
+            figures.read()
+            save_what_is_done(run, saved)
             raise DataExhausted
         stopped = totals.stop
         run.ledger.lap("data")
@@ -88,7 +89,7 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
             saved = step
             save_clock.done()
             run.ledger.lap("checkpoint")
-        _tell_committed(run)
+        tell_committed(run)
         run.events.step_ended(run, step)
         run.ledger.lap("other")
         run.ledger.end_step()
@@ -97,7 +98,7 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
             run.ledger.lap("other")  # of the next step
     run.doing = ("checkpoint", "committing the last checkpoint")
     run.stages.checkpoint.wait()
-    _tell_committed(run)
+    tell_committed(run)
     if stopped:
         return "stopped"  # also after the very last step, whose evaluation was left out
     if state.step >= run.steps:
@@ -111,15 +112,6 @@ def _take(run: Run) -> Sequence[Batch] | None:
         return run.stages.data.take(run.ctx.batching.accumulate)
     except DataExhausted:
         return None
-
-
-def _save_what_is_done(run: Run, figures: StepFigures, saved: int) -> None:
-    """Save the steps since the last checkpoint, that of step `saved`: none will follow."""
-    if run.state.step > saved:
-        figures.read()
-        save(run)
-    run.stages.checkpoint.wait()
-    _tell_committed(run)
 
 
 def _evaluation_due(run: Run, step: int) -> bool:
@@ -178,23 +170,3 @@ def _clipping(norm: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     finite = norm.isfinite()
     scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip is not None else norm.new_ones(())
     return scale.where(finite, 1.0).float(), finite.logical_not().float()
-
-
-def save(run: Run) -> None:
-    """Save a checkpoint of the step just done; returns once its state is snapshotted."""
-    run.doing = ("checkpoint", f"saving step {run.state.step}")
-    run.stages.memory.drain()
-    began = time.perf_counter()
-    run.stages.checkpoint.save(run.state.step, run.parts)
-    run.save_blocked_ms.append((time.perf_counter() - began) * 1000)
-
-
-def _tell_committed(run: Run) -> None:
-    run.doing = ("checkpoint", "committing a checkpoint")
-    for info in run.stages.checkpoint.committed():
-        if not info.finite:
-            run.console.warn(
-                f"the weights of step {info.step} are not finite: its checkpoint takes no other's place and is not "
-                "resumed from. Stop the run, lower train.lr or look at the rows before this step"
-            )
-        run.events.checkpoint_saved(run, info.step, info.path)
