@@ -36,7 +36,7 @@ LOADED = (
     "trainforge_plugins.resident.memory",
     "trainforge_plugins.text.data",
 )
-LONGEST_S = 1.5
+LONGEST_S = 0.5
 
 
 def main() -> None:
@@ -61,9 +61,10 @@ def crash(folder: Path, kills: int, chance: random.Random) -> dict[str, int]:
     train = {"steps": 100_000, "schedule": "constant", "keep": 2}
     recipe, run_dir = write_recipe(folder, rows=200, train=train), folder / "killed"
     counts = {"kills": kills, "losses": 0, "resumes": 0, "unfinished": 0}
-    for _ in range(kills):
+    for number in range(kills):
         counts["resumes"] += _newest(run_dir) is not None
-        before = _kill_once(recipe, run_dir, chance.uniform(0.0, LONGEST_S))
+        saves_first = number % 4 != 3  # one in four is killed while it starts, on a slow machine
+        before = _kill_once(recipe, run_dir, chance.uniform(0.0, LONGEST_S), saves_first)
         counts["unfinished"] += any(run_dir.glob("checkpoints/.*"))  # before verifying, which cleans up
         counts["losses"] += bool(_damaged(run_dir)) or (_newest(run_dir) or 0) < before
     steps = (_newest(run_dir) or 0) + 3
@@ -73,10 +74,18 @@ def crash(folder: Path, kills: int, chance: random.Random) -> dict[str, int]:
     return counts | {"steps": steps, "differences": differences}
 
 
-def _kill_once(recipe: Path, run_dir: Path, seconds: float) -> int:
-    """Start the run, kill it after some seconds; gives the newest step that was committed just before."""
-    log = run_dir.parent / "log.txt"
+def _kill_once(recipe: Path, run_dir: Path, seconds: float, saves_first: bool) -> int:
+    """Start the run, kill it some seconds later; gives the newest step that was committed just before.
+
+    Args:
+        recipe, run_dir: the run.
+        seconds: the time since its start, or since its first save.
+        saves_first: whether it is left alone until it has saved.
+    """
+    log, old = run_dir.parent / "log.txt", _newest(run_dir)
     child = _fork(lambda: _train(recipe, run_dir, None), log)
+    while saves_first and _newest(run_dir) == old and not _has_ended(child):
+        time.sleep(0.005)
     time.sleep(seconds)
     before = _newest(run_dir) or 0
     os.kill(child, signal.SIGKILL)
@@ -84,6 +93,10 @@ def _kill_once(recipe: Path, run_dir: Path, seconds: float) -> int:
     if not os.WIFSIGNALED(status):
         sys.exit(f"the run ended by itself:\n{log.read_text()}")
     return before
+
+
+def _has_ended(child: int) -> bool:
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _in_child(work: Callable[[], int], log: Path) -> None:

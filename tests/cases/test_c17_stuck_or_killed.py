@@ -4,49 +4,44 @@ import json
 import os
 import re
 import signal
-import subprocess
-import time
 
 import pytest
 from tests.run.runs import write_recipe
-from tests.run.test_ranks import command, ranks_of, two_rank_recipe
-from tests.support.processes import below, gone, shared_memory, wait_until, workers_of
+from tests.run.test_ranks import ranks_of, two_rank_recipe
+from tests.support.processes import (
+    below,
+    ended,
+    gone,
+    shared_memory,
+    start_forge_run,
+    steps_logged,
+    wait_until,
+    workers_of,
+)
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def start(recipe, run_dir, nproc, *options):
-    return subprocess.Popen(
-        command(recipe, run_dir, *options, nproc=nproc),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def big_recipe(folder):
+def big_recipe(folder, worker_timeout):
     """Text that takes two workers long enough to be caught at it."""
     row = json.dumps({"text": "the whale swam by. " * 500}) + "\n"
     (folder / "rows.jsonl").write_text(row * 6000)
     return write_recipe(
-        folder, text={"path": str(folder / "rows.jsonl"), "workers": 2, "worker_timeout": "5s"}
+        folder, text={"path": str(folder / "rows.jsonl"), "workers": 2, "worker_timeout": worker_timeout}
     )
 
 
 @pytest.mark.parametrize(
-    ("number", "says", "within"),
-    [(signal.SIGKILL, "died of signal 9", 20), (signal.SIGSTOP, "stuck on", 25)],
+    ("nproc", "number", "says", "worker_timeout"),
+    [(1, signal.SIGSTOP, "stuck on", "5s"), (2, signal.SIGKILL, "died of signal 9", "1h")],
 )
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_tokenising_worker(tmp_path, number, says, within, nproc):
-    recipe, before = big_recipe(tmp_path), shared_memory()
-    process = start(recipe, tmp_path / "run", nproc)
+def test_a_tokenising_worker(tmp_path, nproc, number, says, worker_timeout):
+    recipe, before = big_recipe(tmp_path, worker_timeout), shared_memory()
+    process = start_forge_run(recipe, tmp_path / "run", "--nproc", nproc)
     wait_until(lambda: len(workers_of(process.pid)) == 2, process)
     family = below(process.pid)
     os.kill(workers_of(process.pid)[1], number)
-    began = time.monotonic()
-    out, err = process.communicate(timeout=60)
-    assert time.monotonic() - began < within
+    out, err = ended(process)
     assert process.returncode == 1, out + err
     assert says in err
     assert "rows.jsonl (bytes " in err
@@ -70,7 +65,7 @@ def forge_data():
     def build(ctx, config):
         if ctx.rank == 1:
             (ctx.run_dir.parent / "hangs").touch()
-            time.sleep(1000)
+            time.sleep(3600)
         return provider.build(ctx, config)
 
     return replace(provider, build=build)
@@ -79,14 +74,13 @@ def forge_data():
 
 def test_a_rank_that_hangs_while_its_data_are_built(tmp_path):
     recipe = two_rank_recipe(tmp_path)
-    recipe.write_text(recipe.read_text() + "ddp: {timeout: 3s}\n")
+    recipe.write_text(recipe.read_text() + "ddp: {timeout: 8s}\n")
     (tmp_path / "hanging.py").write_text(HANGING)
     before = shared_memory()
-    process = start(recipe, tmp_path / "run", 2, "--plugins", str(tmp_path / "hanging.py"))
+    process = start_forge_run(recipe, tmp_path / "run", "--nproc", 2, "--plugins", tmp_path / "hanging.py")
     wait_until((tmp_path / "hangs").exists, process)
-    began, family = time.monotonic(), below(process.pid)
-    out, err = process.communicate(timeout=90)
-    assert time.monotonic() - began < 45
+    family = below(process.pid)
+    out, err = ended(process)
     assert process.returncode == 1, out + err
     assert "rank 1 did not reach step 1" in err
     assert "rank 1 was last seen starting (stage data)" in err
@@ -99,16 +93,13 @@ def test_a_rank_that_hangs_while_its_data_are_built(tmp_path):
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_a_rank(tmp_path, stuck):
     recipe = two_rank_recipe(tmp_path, steps=100_000)
-    recipe.write_text(recipe.read_text() + "ddp: {timeout: 3s}\n")
+    recipe.write_text(recipe.read_text() + "ddp: {timeout: 8s}\n")  # ranks show how far they are every 0.8 s
     before = shared_memory()
-    process = start(recipe, tmp_path / "run", 2)
-    metrics = tmp_path / "run/metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, process)
+    process = start_forge_run(recipe, tmp_path / "run", "--nproc", 2)
+    wait_until(lambda: steps_logged(tmp_path / "run") > 150, process)
     family = below(process.pid)
     os.kill(ranks_of(process.pid)[stuck], signal.SIGSTOP)
-    began = time.monotonic()
-    out, err = process.communicate(timeout=90)
-    assert time.monotonic() - began < 45
+    out, err = ended(process)
     assert process.returncode == 1, out + err
     assert re.search(rf"rank {stuck} (did not reach step|ended or hangs while rank {1 - stuck} was)", err), (
         err

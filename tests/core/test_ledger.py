@@ -1,4 +1,4 @@
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,31 +6,49 @@ import torch
 from trainforge.ledger import Ledger
 
 
-def test_time_is_booked_under_the_lap_that_it_took():
+class Clock:
+    """Shows the time that the test lets pass, in seconds."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def passes(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("trainforge.ledger.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return clock
+
+
+def test_time_is_booked_under_the_lap_that_it_took(clock):
     ledger = Ledger(torch.device("cpu"))
     ledger.restart()
-    for _ in range(2):
-        time.sleep(0.02)
+    for data_s, compute_s in ((0.02, 0.04), (0.04, 0.1)):
+        clock.passes(data_s)
         ledger.lap("data")
-        time.sleep(0.04)
+        clock.passes(compute_s)
         ledger.lap("compute")
         ledger.end_step()
     per_step, step_ms = ledger.read()
-    assert 20 <= per_step["data"] < 35
-    assert 40 <= per_step["compute"] < 55
+    assert per_step["data"] == pytest.approx(30)
+    assert per_step["compute"] == pytest.approx(70)
     assert step_ms == pytest.approx(per_step["data"] + per_step["compute"])
     assert len(ledger.step_ms) == 2
     assert ledger.mean_ms()["data"] == pytest.approx(per_step["data"])
 
 
-def test_what_happens_between_read_and_restart_belongs_to_no_step():
+def test_what_happens_between_read_and_restart_belongs_to_no_step(clock):
     ledger = Ledger(torch.device("cpu"))
-    time.sleep(0.03)
+    clock.passes(30)
     ledger.restart()
+    clock.passes(0.01)
     ledger.lap("compute")
     ledger.end_step()
     ledger.read()
-    assert ledger.median_step_ms() == ledger.step_ms[0] < 10
+    assert ledger.median_step_ms() == ledger.step_ms[0] == pytest.approx(10)
 
 
 def test_nothing_read_is_nothing():

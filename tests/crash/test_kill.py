@@ -27,6 +27,6 @@ def test_twenty_kills_of_a_run_that_saves_every_step(tmp_path: Path):
     counts = dict(json.loads((tmp_path / "crash.json").read_text())["rows"])
     assert counts["kills"] == 20
     assert counts["losses"] == counts["differences"] == 0
-    assert counts["resumes"] > 10
+    assert counts["resumes"] == 19, "all but the first start go on from a checkpoint"
     assert counts["unfinished"] > 0
-    assert counts["steps"] > 20
+    assert counts["steps"] > 15

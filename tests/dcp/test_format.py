@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.dcp.toys import Toy, checkpoint, varied, whole, zeros_like
 
 from trainforge.errors import CheckpointError
-from trainforge_plugins.dcp import layout
+from trainforge_plugins.dcp import layout, manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -108,6 +108,21 @@ def test_a_file_that_is_not_as_written_is_named(saved, damage):
     assert str(file) in stage.verify(path)[0]
     with pytest.raises(CheckpointError, match=file.name):
         stage.restore({"memory": whole(**zeros_like(tensors))}, path)
+
+
+def test_the_description_is_parsed_once_for_weights_that_are_read_one_by_one(saved, monkeypatch):
+    tensors, _, path = saved
+    stage, parsed, real = checkpoint(path.parent.parent, reads=True), [], manifest.read_manifest
+    monkeypatch.setattr(manifest, "read_manifest", lambda folder: parsed.append(folder) or real(folder))
+    for name, tensor in tensors.items():
+        target = {name: torch.zeros_like(tensor)}
+        stage.restore({"memory": whole(**target)}, path)
+        assert torch.equal(target[name], tensor), name
+    assert parsed == [path]
+    description = path / "checkpoint.json"
+    description.write_text(description.read_text().replace("bfloat16", "float16"))
+    with pytest.raises(CheckpointError, match="checksum does not match"):
+        stage.restore({"memory": whole(half=torch.zeros(33).bfloat16())}, path)
 
 
 def test_what_is_missing_or_of_another_shape_is_named(saved):

@@ -221,6 +221,21 @@ def test_leftovers_are_cleaned_but_not_what_is_being_written(tmp_path, monkeypat
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
+def test_who_only_reads_leaves_the_folder_as_it_is(tmp_path, monkeypatch):
+    """A run may be writing there: between two renames of a checkpoint, say, or before it has locked its folder."""
+    writer = checkpoint(tmp_path)
+    writer.save(5, {"p": whole(w=torch.ones(3))})
+    writer.wait()
+    for name in (".tmp-step-00000004-aa", ".trash-step-00000001-x", ".old-step-00000002"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    before = names(tmp_path)
+    reader, target = checkpoint(tmp_path, reads=True), torch.zeros(3)
+    reader.restore({"p": whole(w=target)}, tmp_path / "checkpoints/step-00000005")
+    assert reader.verify(tmp_path / "checkpoints/step-00000005") == []
+    assert names(tmp_path) == before
+    assert target.tolist() == [1.0, 1.0, 1.0]
+
+
 KILLED = """
 import os, sys, torch
 from pathlib import Path

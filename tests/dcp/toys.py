@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,9 +70,13 @@ def checkpoint(
     comm: Comm | None = None,
     keep: int = 2,
     device: str = "cpu",
+    reads: bool = False,
     **section: Any,
 ) -> DcpCheckpoint:
-    built = {"comm": comm or Comm()}
+    """The stage as a run has it; with `reads` (or among ranks that are threads), as those have it who only read."""
+    built: dict[str, Any] = {"comm": comm or Comm()}
+    if comm is None and not reads:
+        built |= {"model": SimpleNamespace(parameters=()), "optimizer": None}
     ctx = make_context(
         run_dir=run_dir, rank=rank, world=world, plugin="dcp", keep=keep, built=built, device=device
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from torch import nn
 
 import trainforge
 from trainforge.context import SilentConsole
-from trainforge.errors import CheckpointError, UserError
+from trainforge.errors import CheckpointError, TrainForgeError, UserError
 from trainforge.exporting import export_run
 from trainforge_plugins.hf import safetensors_files
 
@@ -209,7 +210,7 @@ def test_a_tied_module_of_the_users_own(tmp_path):
     from safetensors.torch import load_model
 
     run = trained(tmp_path, {"config": None, "factory": f"{__name__}:tied_toy"})
-    out = exported(run, tmp_path / "out", dtype="fp32")
+    out = exported(run, tmp_path / "out", dtype="fp32", trust_code=True)
     with safe_open(out / "model.safetensors", framework="pt") as opened:
         assert json.loads(opened.metadata()["aliases"]) == {"head.weight": "embedding.weight"}
         assert "head.weight" not in opened.keys()  # noqa: SIM118
@@ -327,3 +328,18 @@ def test_frozen_parameters_are_the_initial_ones(tmp_path):
     before, after = reloaded(source).state_dict(), reloaded(exported(run, tmp_path / "out", dtype="fp32"))
     for name, value in after.state_dict().items():
         assert torch.equal(value, before[name]) is ("embed_tokens" in name), name
+
+
+def test_a_disk_that_fills_is_said_and_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(safetensors_files.SafetensorsFiles, "write", full)
+    with pytest.raises(
+        TrainForgeError, match=r"out cannot be written \(No space left on device\): make room"
+    ) as caught:
+        exported(run, tmp_path / "out")
+    assert type(caught.value) is TrainForgeError
+    assert list(tmp_path.iterdir()) == []

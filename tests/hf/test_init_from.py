@@ -170,7 +170,7 @@ def counting_toy(ctx):
 
 def test_a_module_of_the_users_own_with_a_buffer(tmp_path: Path):
     source = source_in(tmp_path / "source", config=None, factory=f"{__name__}:counting_toy")
-    spec, _ = describe_model(make_plan(recipe_in(tmp_path, source)))
+    spec, _ = describe_model(make_plan(recipe_in(tmp_path, source, factory=f"{__name__}:counting_toy")))
     weights = tiny.initial(spec)
     assert torch.equal(weights["head.weight"], weights_of(source)["embedding.weight"])
     assert spec.module.scale == 2.0

@@ -100,7 +100,7 @@ def test_it_trains_and_its_export_has_the_code(tmp_path: Path, folder: Path, mar
     native = run(recipe_in(tmp_path / "native", plain, trust=False), tmp_path / "native/run")
     assert outcome.series("loss") == native.series("loss")
 
-    export_run(outcome.folder, tmp_path / "out", SilentConsole(), dtype="fp32")
+    export_run(outcome.folder, tmp_path / "out", SilentConsole(), dtype="fp32", trust_code=True)
     for name, text in FILES.items():
         assert (tmp_path / "out" / name).read_text() == text
     assert json.loads((tmp_path / "out/config.json").read_text())["auto_map"] == AUTO_MAP
@@ -169,5 +169,5 @@ def test_the_key_holds_for_tokenizers_too(tmp_path: Path, marks: Path):
     assert ran(marks) == []
     outcome = run(recipe_in(tmp_path, model, tokenizer=str(words_folder), max_len=16), tmp_path / "run")
     assert ran(marks) == ["tokenization_mine"]
-    export_run(outcome.folder, tmp_path / "out", SilentConsole())
+    export_run(outcome.folder, tmp_path / "out", SilentConsole(), trust_code=True)
     assert (tmp_path / "out/tokenization_mine.py").read_text() == TOKENIZATION

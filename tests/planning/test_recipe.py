@@ -150,6 +150,32 @@ def test_wrong_overrides(rich: Site, override: str, says: str):
     assert says in refusal(rich, text, override)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(
+            "own.level=true",
+            "own.gpu_budget=true",
+            "train.steps=true",
+            "train.lr=false",
+            "train.betas=[true, 0.9]",
+        ),
+        *("train.save_every=true", "train.micro_batch=true", "run.seed=false", "run.devices=[true]"),
+    ],
+)
+def test_true_is_no_number(rich: Site, override: str):
+    key = override.partition("=")[0]
+    said = refusal(rich, "plugins: [own]\ntrain: {steps: 1}\n", override)
+    assert f"{key}: must be a number and not true or false, found " in said
+
+
+def test_true_is_taken_where_it_may_stand(rich: Site):
+    plan(
+        rich,
+        "plugins: [own, net]\nmodel: {config: {a: true}}\ntrain: {steps: 1, compile: true}\nown: {pin: false}\n",
+    )
+
+
 def test_overrides_win_in_order_and_reach_into_mappings(rich: Site):
     made = plan(
         rich,

@@ -40,7 +40,7 @@ def crash(how: str) -> int:
     with StopSignals():
         time.sleep(0.1)
         report_error(RanksError("rank 1 is gone"), "rank 1 is gone", 1)
-        time.sleep(60)
+        time.sleep(3600)
     return 1
 
 
@@ -48,7 +48,7 @@ def save(folder: str, seconds: str) -> int:
     """Waits for a signal, then takes a while to save; rank 0 is done long before the others."""
     with StopSignals() as stop:
         Path(folder, f"ready-{RANK}").write_text(str(os.getpid()))
-        for _ in range(600):
+        for _ in range(4000):
             if stop.name:
                 time.sleep(float(seconds) if RANK else 0.0)
                 Path(folder, f"saved-{RANK}").write_text(stop.name)
@@ -59,12 +59,12 @@ def save(folder: str, seconds: str) -> int:
 
 def orphan(folder: str) -> int:
     """Each rank starts a worker process and then sleeps (or rank 1 dies)."""
-    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     Path(folder, f"pids-{RANK}").write_text(f"{os.getpid()} {worker.pid}")
     time.sleep(0.5)
     if RANK == 1 and len(sys.argv) > 3:
         os._exit(7)
-    time.sleep(60)
+    time.sleep(3600)
     return 0
 
 

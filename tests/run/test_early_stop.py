@@ -49,10 +49,11 @@ def test_a_run_that_no_longer_gets_better_ends(tmp_path, scripted, capsys):
     assert (patient.summary["status"], patient.summary["steps"]) == ("max_steps", 8)
 
 
-def test_a_small_fall_does_not_count(tmp_path, scripted):
+def test_a_small_fall_does_not_count(tmp_path, scripted, capsys):
     stop = {"patience": 3, "min_delta": 0.5}
     recipe = write_recipe(tmp_path, text=HELD_OUT, train=TRAIN | {"early_stop": stop})
     assert run(recipe, tmp_path / "run").summary["steps"] == 5  # 5.0, 4.0 counted; 4.5, 3.9, 4.1 in vain
+    assert "at best 3.9000 and did not fall by more than 0.5 in 3 evaluations" in capsys.readouterr().out
 
 
 def test_stopped_in_between_it_ends_at_the_same_step(tmp_path, scripted):

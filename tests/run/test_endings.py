@@ -10,7 +10,18 @@ import torch
 from tests.run.runs import run, write_recipe
 
 import trainforge
-from trainforge.errors import CheckpointError, DataError, OutOfMemory, ProviderError, TrainForgeError
+from trainforge.context import SilentConsole
+from trainforge.errors import (
+    CheckpointError,
+    DataError,
+    DataExhausted,
+    OutOfMemory,
+    ProviderError,
+    TrainForgeError,
+)
+from trainforge.exporting import export_run
+from trainforge.stages import Comm
+from trainforge_plugins.dcp.checkpoint import DcpCheckpoint
 from trainforge_plugins.hf.spec import HuggingFaceModel
 from trainforge_plugins.resident.memory import Resident
 from trainforge_plugins.text.data import TextData
@@ -60,6 +71,52 @@ def test_a_mistake_that_comes_to_light_in_the_middle_is_a_failed_run(tmp_path, f
         run(write_recipe(tmp_path), tmp_path / "run")
     assert caught.value.exit_code == 1
     assert DataError("before the run").exit_code == 2
+
+
+def test_data_that_ends_too_early_fails_the_run_and_the_steps_done_are_saved(tmp_path, failing):
+    failing(TextData, "take", DataExhausted(), call=4)
+    recipe = write_recipe(tmp_path)
+    with pytest.raises(
+        TrainForgeError, match=r"after 3 of 15 steps, which are saved: lower train\.steps to 3"
+    ):
+        run(recipe, tmp_path / "run")
+    short = write_recipe(tmp_path / "short", train={"steps": 15})
+    trainforge.run(short, run_dir=tmp_path / "other", max_steps=3)
+    digests = [
+        export_run(tmp_path / name, tmp_path / f"{name}-out", SilentConsole(), step=3)
+        for name in ("run", "other")
+    ]
+    assert digests[0] == digests[1]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 3)
+    assert summary["loss_last"] is not None
+
+
+def test_data_that_ends_on_another_rank_ends_the_run_here_too(tmp_path, monkeypatch):
+    asked, real = [], Comm.control
+
+    def control(self, values):
+        asked.append(values)
+        agreed = real(self, values)
+        return [*agreed[:-1], 1.0] if len(asked) == 4 else agreed  # the first is made at the start
+
+    monkeypatch.setattr(Comm, "control", control)
+    with pytest.raises(TrainForgeError, match="after 2 of 15 steps"):
+        run(write_recipe(tmp_path), tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize(("call", "kept"), [(1, []), (3, ["step-00000002"])])
+def test_data_that_ends_where_all_is_saved_saves_nothing_twice(tmp_path, failing, monkeypatch, call, kept):
+    saves, real = [], DcpCheckpoint.save
+    monkeypatch.setattr(
+        DcpCheckpoint, "save", lambda self, step, parts: (saves.append(step), real(self, step, parts))[1]
+    )
+    failing(TextData, "take", DataExhausted(), call=call)
+    with pytest.raises(TrainForgeError, match="the data ended"):
+        run(write_recipe(tmp_path, train={"save_every": 2}), tmp_path / "run")
+    assert saves == ([2] if kept else [])
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == kept
 
 
 def test_a_summary_that_cannot_be_written_does_not_hide_what_ended_the_run(tmp_path, failing, capsys):
@@ -204,4 +261,4 @@ def test_what_observers_take_is_booked_as_other(tmp_path):
     assert code == 0
     ledger = json.loads((tmp_path / "run/summary.json").read_text())["ledger"]
     assert ledger["other"] > 100
-    assert ledger["data"] < 100
+    assert ledger["data"] < ledger["other"]

@@ -1,15 +1,13 @@
 """The validation loss is the mean over all supervised tokens, however rows fall on ranks and micro-batches."""
 
 import signal
-import subprocess
-import time
 
 import pytest
 import torch
 from tests.run.runs import MODEL, Outcome, run, write_recipe
 from tests.run.test_equivalence import weights_of
-from tests.run.test_ranks import command, two_ranks
-from tests.support.processes import wait_until
+from tests.support.many_runs import Start, on_ranks
+from tests.support.processes import ended, start_forge_run, wait_until
 from transformers import AutoConfig, AutoModelForCausalLM
 
 LENGTH = 32
@@ -60,31 +58,59 @@ def test_over_micro_batches(tmp_path, rows, micro_batch):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("rows", [1, 5])
-def test_over_ranks(tmp_path, rows):
+def test_over_ranks(tmp_path):
     """With 5 rows in micro-batches of 2, rank 0 has four of them and rank 1 one; of 1 row, rank 1 has nothing."""
-    recipe = recipe_with(tmp_path, rows, 2)
-    one = run(recipe, tmp_path / "one")
-    both = two_ranks(recipe, tmp_path / "two")
-    assert both.summary["world"] == 2
-    assert both.summary["eval_loss"] == pytest.approx(by_hand(both, rows), rel=1e-6)
-    assert both.summary["eval_loss"] == pytest.approx(one.summary["eval_loss"], rel=1e-6)
+    recipes = {rows: recipe_with(tmp_path / str(rows), rows, 2) for rows in (1, 5)}
+    starts = [Start(recipe, recipe.parent / "two") for recipe in recipes.values()]
+    assert {end.code for ends in on_ranks(2, starts) for end in ends} == {0}
+    for rows, recipe in recipes.items():
+        one, both = run(recipe, recipe.parent / "one"), Outcome(0, recipe.parent / "two")
+        assert both.summary["world"] == 2
+        assert both.summary["eval_loss"] == pytest.approx(by_hand(both, rows), rel=1e-6)
+        assert both.summary["eval_loss"] == pytest.approx(one.summary["eval_loss"], rel=1e-6)
+
+
+# The validation split has no end; a file says that the evaluation is at work.
+ENDLESS = """
+from dataclasses import replace
+from itertools import cycle
+
+from trainforge.hookspecs import hookimpl
+
+
+@hookimpl(wrapper=True)
+def forge_data():
+    provider = yield
+
+    def build(ctx, config):
+        data = provider.build(ctx, config)
+        batches = data.validation
+
+        def validation():
+            for number, batch in enumerate(cycle(list(batches()))):
+                if number == 20:
+                    (ctx.run_dir / f"evaluates-{ctx.rank}").touch()
+                yield batch
+
+        data.validation = validation
+        return data
+
+    return replace(provider, build=build)
+"""
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_signal_is_not_kept_waiting_by_a_long_evaluation(tmp_path, nproc):
-    recipe = recipe_with(tmp_path, 40_000, 1)
+    recipe = recipe_with(tmp_path, 7, 1)
     recipe.write_text(recipe.read_text().replace("steps: 2", "steps: 100000\n  eval_every: 3"))
-    metrics = tmp_path / "run/metrics.jsonl"
-    command_line = command(recipe, tmp_path / "run", nproc=nproc)
-    process = subprocess.Popen(command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) == 2, process)
-    time.sleep(1)  # by now it evaluates, for half a minute if nobody stops it
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    process = start_forge_run(
+        recipe, tmp_path / "run", "--nproc", nproc, "--plugins", tmp_path / "endless.py"
+    )
+    wait_until(lambda: all((tmp_path / f"run/evaluates-{rank}").exists() for rank in range(nproc)), process)
     process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    out, err = process.communicate(timeout=60)
-    assert time.monotonic() - began < 12
+    out, err = ended(process)
     assert process.returncode == 3, out + err
     outcome = Outcome(3, tmp_path / "run")
     assert (outcome.summary["status"], outcome.summary["eval_loss"]) == ("stopped", None)

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from tests.run.runs import MODEL, run, write_recipe
-from tests.support.processes import forge_run
+from tests.support.processes import PATIENCE_S, forge_run
 
 from trainforge.cli import main
 
@@ -88,7 +88,6 @@ def test_a_changed_recipe_in_a_folder_that_holds_another_run(tmp_path):
     ("sections", "says"),
     [
         ({"text": {"path": "nowhere.txt"}}, "nowhere.txt"),
-        ({"text": {"max_len": 128}}, "64"),
         ({"model": {"config": MODEL | {"vocab_size": 200}}}, "200"),
     ],
 )
@@ -96,7 +95,7 @@ def test_under_two_ranks_too(tmp_path, sections, says):
     recipe = write_recipe(tmp_path, **sections)
     command = forge_run(recipe, tmp_path / "run", "--nproc", 2)
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+        command, capture_output=True, text=True, timeout=PATIENCE_S, env=os.environ | {"HF_HUB_OFFLINE": "1"}
     )
     assert result.returncode == 2, result.stdout + result.stderr
     assert result.stderr.count("error: ") == 1

@@ -1,26 +1,23 @@
-"""A run that is asked to stop saves within a step and says how to go on; one that is killed loses nothing."""
+"""A run that is asked to stop saves within a step and says how to go on (killed: tests/crash/test_kill.py)."""
 
 import json
-import os
-import random
 import signal
-import time
 
 import pytest
 from tests.run.runs import run, write_recipe
-from tests.support.processes import below, gone, start_forge_run, steps_logged, wait_until, workers_of
+from tests.support.processes import below, ended, gone, start_forge_run, steps_logged, wait_until, workers_of
 
 LONG = {"steps": 100_000, "save_every": 3, "log_every": 1, "eval_every": 4}
 HELD_OUT = {"validation": 2}  # rows, so that there is something to evaluate
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_and_exits_with_3(tmp_path, number):
     recipe = write_recipe(tmp_path, text=HELD_OUT, train=LONG | {"save_every": None})
     process = start_forge_run(recipe, tmp_path / "run")
     wait_until(lambda: steps_logged(tmp_path / "run") >= 2, process)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = ended(process)
     assert process.returncode == 3, out + err
     assert "run again to resume" in out
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -31,12 +28,9 @@ def test_a_signal_saves_and_exits_with_3(tmp_path, number):
 
 def test_a_signal_before_the_first_step_ends_without_a_traceback(tmp_path):
     process = start_forge_run(write_recipe(tmp_path, text=HELD_OUT, train=LONG), tmp_path / "run")
-    end = time.monotonic() + 60
-    while not (tmp_path / "run/.lock").exists():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    wait_until((tmp_path / "run/.lock").exists, process)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = ended(process)
     assert process.returncode == 3, out + err
     assert "Traceback" not in err
 
@@ -56,7 +50,7 @@ def forge_STAGE():
         if ctx.rank in RANKS:
             ctx.run_dir.mkdir(exist_ok=True)
             (ctx.run_dir / f"busy-{ctx.rank}").touch()
-            time.sleep(60)
+            time.sleep(3600)
         return provider.build(ctx, config)
 
     return replace(provider, build=build)
@@ -64,11 +58,15 @@ def forge_STAGE():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
-    ("nproc", "stage", "busy"), [(1, "memory", [0]), (2, "model", [0, 1]), (2, "memory", [1])]
+    ("nproc", "stage", "busy", "number"),
+    [
+        (1, "memory", [0], signal.SIGINT),
+        (2, "model", [0, 1], signal.SIGTERM),
+        (2, "memory", [1], signal.SIGINT),
+    ],
 )
-def test_a_signal_while_a_stage_starts_ends_all_ranks_at_once(tmp_path, number, nproc, stage, busy):
+def test_a_signal_while_a_stage_starts_ends_all_ranks_at_once(tmp_path, nproc, stage, busy, number):
     slow = tmp_path / "slow.py"
     slow.write_text(SLOW_STAGE.replace("STAGE", stage).replace("RANKS", str(busy)))
     recipe = write_recipe(tmp_path, text=HELD_OUT, train=LONG)
@@ -93,35 +91,10 @@ def test_a_signal_while_text_is_tokenised(tmp_path, nproc):
 def check_that_it_stops_at_once(process, number, run_dir):
     family = below(process.pid)
     process.send_signal(number)
-    began = time.monotonic()
-    out, err = process.communicate(timeout=60)
+    out, err = ended(process)
     assert process.returncode == 3, out + err
-    assert time.monotonic() - began < 15
     assert f"{number.name}: stopped before the first step of this start, so nothing had to be saved" in out
     assert "Traceback" not in out + err
     assert "error" not in out + err
     assert not list(run_dir.glob("checkpoints/step-*"))
     assert gone(family)
-
-
-@pytest.mark.slow
-def test_kill_9_at_random_moments_loses_at_most_what_came_after_the_last_save(tmp_path):
-    """Killed again and again, then finished: the same weights as a run that was never stopped."""
-    train = {"steps": 60, "save_every": 2, "log_every": 1, "keep": 2}
-    recipe = write_recipe(tmp_path, train=train)
-    whole = run(recipe, tmp_path / "whole")
-    chance = random.Random(4)
-    run_dir = tmp_path / "killed"
-    for _ in range(6):
-        process = start_forge_run(recipe, run_dir)
-        before = steps_logged(run_dir)
-        end = time.monotonic() + 60
-        while process.poll() is None and steps_logged(run_dir) in (0, before) and time.monotonic() < end:
-            time.sleep(0.005)
-        time.sleep(chance.uniform(0, 0.4))
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
-    finished = run(recipe, run_dir)
-    assert finished.summary["weights_digest"] == whole.summary["weights_digest"]
-    assert finished.series("loss") == whole.series("loss")
-    assert finished.series("step") == list(range(1, 61))

@@ -11,6 +11,7 @@ from typing import Any
 from tests.support.context import make_context
 
 from trainforge.context import Batching, Context
+from trainforge.stages import Comm
 from trainforge_plugins.text import TextSection, build
 from trainforge_plugins.text.data import TextData
 
@@ -28,7 +29,9 @@ def context(
     hf: str | None = None,
 ) -> Context:
     model = SimpleNamespace(vocab_size=vocab_size, max_positions=max_positions)
-    ctx = make_context(rank=rank, world=world, run_dir=folder, built={"model": model}, run={"seed": seed})
+    ctx = make_context(
+        rank=rank, world=world, run_dir=folder, built={"model": model, "comm": Comm()}, run={"seed": seed}
+    )
     batching = Batching(micro * accumulate * world, micro, accumulate)
     return dataclasses.replace(ctx, batching=batching, model_config=SimpleNamespace(hf=hf))
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import pytest
@@ -184,6 +184,60 @@ def test_processes_that_start_together_build_once(tmp_path: Path):
     assert len({output[-1] for output in outputs}) == 1
 
 
+def test_who_shows_its_progress_builds_again_too(tmp_path: Path, builds: list[Path]):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
+    text_data(tmp_path, str(path))
+    write_jsonl(path, [{"text": "hello there"}])
+    lines: list[str] = []
+
+    def other_rank() -> None:
+        ctx = context(tmp_path, rank=1, world=2)
+        build(ctx, TextSection(path=str(path), max_len=8, validation=None))
+        assert isinstance(ctx.console, SilentConsole)
+        lines.extend(ctx.console.lines)
+
+    second = threading.Thread(target=other_rank)
+    second.start()
+    time.sleep(0.3)  # the lock file is there from before, and nobody has it
+    (line,) = notes(tmp_path, path)
+    second.join()
+    assert line.startswith("tokenising again: ")
+    assert not [line for line in lines if "tokenising" in line and "waiting" not in line]
+    assert len(builds) == 2
+
+
+def test_a_cache_is_opened_before_the_next_build_may_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
+    opened = cache.TokenCache.__init__
+
+    def looking(self: cache.TokenCache, *arguments: object) -> None:
+        with (folder_of(tmp_path) / "lock").open("a") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        opened(self, *arguments)
+
+    monkeypatch.setattr(cache.TokenCache, "__init__", looking)
+    assert text_data(tmp_path, str(path)).cache.documents == 1
+
+
+@pytest.mark.parametrize("change", ["longer", "gone"])
+def test_a_file_that_changes_while_it_is_tokenised_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
+    write = cache.CacheWriter.write
+
+    def meanwhile(self: cache.CacheWriter, *arguments: Any) -> None:
+        write(self, *arguments)
+        write_jsonl(path, [{"text": "hello"}, {"text": "more"}]) if change == "longer" else path.unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.CacheWriter, "write", meanwhile)
+        with pytest.raises(DataError, match=r"a\.jsonl changed while it was tokenised: wait"):
+            text_data(tmp_path, str(path))
+    write_jsonl(path, [{"text": "hello"}, {"text": "more"}])
+    assert text_data(tmp_path, str(path)).cache.documents == 2
+
+
 @pytest.fixture
 def held(tmp_path: Path) -> Iterator[TextIO]:
     """The lock of the cache of `a.jsonl`, in the hands of another process."""
@@ -199,7 +253,7 @@ def test_who_waits_for_a_stuck_process_says_so_in_time(tmp_path: Path, held: Tex
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         text_data(tmp_path, str(tmp_path / "a.jsonl"), section={"worker_timeout": 0.3}, rank=1, world=2)
-    assert 0.6 <= time.monotonic() - began < 10
+    assert time.monotonic() - began >= 0.6
     words = (
         "stuck for 600 ms: ",
         "rank 0 (process 17), after a.jsonl (bytes 0 to 20)",

@@ -11,9 +11,12 @@ from tests.text.helpers import context
 from transformers import PreTrainedTokenizerFast
 
 from trainforge.errors import ConfigError
-from trainforge_plugins.text.chat import BUILT_IN, PROBE, choose_template
+from trainforge_plugins.text.chat import BUILT_IN, choose_template
 from trainforge_plugins.text.conversation import BadRow, Conversation, Message
 from trainforge_plugins.text.tokenizers import END_TEXT, ByteTokenizer, load_tokenizer
+
+PROBE = Conversation((Message("user", "question"), Message("assistant", "answer")))
+"""A conversation that every template must take."""
 
 OWN = "{% for m in messages %}{{ bos_token }}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}"
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.text.helpers import rows_of_text, text_data, write_jsonl
+from tests.text.helpers import context, rows_of_text, text_data, write_jsonl
 
-from trainforge.errors import DataError, IncompatibleError
+from trainforge.errors import DataError, IncompatibleError, RanksError
+from trainforge.stages import Comm
+from trainforge_plugins.text import TextSection, build
 from trainforge_plugins.text.data import TextData
 
 ROWS, GLOBAL_BATCH = 10, 4
@@ -245,3 +247,20 @@ def test_text_of_a_sample_goes_both_ways(tmp_path: Path):
         data.decode([*ids, 256, *ids, 256]) == "Wal 🐋"
     )  # what is written after the end is another document
     assert data.encode("\ud800") == [ord("?")]
+
+
+def test_ranks_with_other_files_are_refused(tmp_path: Path):
+    class Two(Comm):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, {**value, **other}]
+
+    ctx = context(tmp_path, world=2)
+    ctx.built["comm"] = Two()
+    section = TextSection(path=str(rows_of_text(tmp_path, 8)), max_len=8)
+    other: dict[str, Any] = {}
+    build(ctx, section)
+    other = {"data set": "another"}
+    with pytest.raises(
+        RanksError, match=r"rank 1 has other samples than rank 0: data set is another and not \w+ \(64"
+    ):
+        build(ctx, section)

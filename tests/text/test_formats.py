@@ -323,3 +323,9 @@ def test_any_object_gives_a_sound_conversation_or_a_reason(row, format, columns,
     assert all(message.role in ("system", "user", "assistant", "tool") for message in conversation.messages)
     assert any(message.role == "assistant" for message in conversation.messages)
     assert all(message.role != "system" for message in conversation.messages[1:])
+
+
+def test_a_call_can_ask_not_to_be_learnt():
+    calls = [{"from": "function_call", "value": '{"name": "f"}', "weight": weight} for weight in (0, 1)]
+    row = {"conversations": [{"from": "human", "value": "q"}, *calls]}
+    assert [m.trained for m in to_conversation(row, RowFormat()).messages] == [True, False, True]

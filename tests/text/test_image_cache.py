@@ -182,3 +182,12 @@ def test_inspection_shows_images_as_such(rows: Path, model: Path):
     assert "<|vision_start|>[image 44x60 \N{RIGHTWARDS ARROW} 4 tokens]<|vision_end|>1?<|im_end|>" in text
     assert "<|image_pad|>" not in text
     assert "[[yes<|im_end|>]]" in text
+
+
+def test_the_images_of_an_open_cache_outlive_a_rebuild(rows: Path, model: Path):
+    old = open_data(rows, model)
+    kept = [old.cache.images.of(document) for document in range(COUNT)]
+    assert sum(map(bool, kept)) == 8
+    open_data(rows, model, train_on="all").close()  # another run on the same file, with other settings
+    assert [old.cache.images.of(document) for document in range(COUNT)] == kept
+    assert sum(len(batch.inputs.get("image_grid_thw", ())) for batch in everything(old, 6)) == 8

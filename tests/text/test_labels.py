@@ -288,3 +288,29 @@ def test_a_blank_turn_does_not_depend_on_the_rows_before():
         turns = (Message("system", blank), Message("user", "a"), Message("assistant", "b"))
         expected = f"### System:\n{blank}\n\n### User:\na\n\n### Assistant:\nb\ufdd0\n\n"
         assert labeller.render(Conversation(turns)).text == expected
+
+
+@pytest.mark.parametrize("place", ["arguments", "tools", "name"])
+def test_control_tokens_in_calls_and_tools_are_not_let_in(place: str):
+    def marked(here: str) -> str:
+        return "a<|im_end|>b" if here == place else "ab"
+
+    function = {"name": "f", "arguments": {"x": marked("arguments")}}
+    call = Message("assistant", "", ({"type": "function", "function": function},))
+    turns = (Message("user", "q"), call, Message("tool", "3", name=marked("name")), Message("assistant", "4"))
+    tool = {"type": "function", "function": {"name": "f", "description": marked("tools")}}
+    with pytest.raises(BadRow, match="control token") as caught:
+        labeller(character_tokenizer(), "chatml").encode(Conversation(turns, (tool,)))
+    where = {"arguments": " in message 2", "tools": "", "name": " in message 3"}[place]
+    assert caught.value.detail == f"<|im_end|>{where}"
+
+
+def test_a_turn_that_asks_not_to_be_learnt_is_not_with_everything_either():
+    turns = (Message("user", "q"), Message("assistant", "no", trained=False), Message("user", "r"))
+    encoded = labeller(ByteTokenizer(), "plain", "all").encode(
+        Conversation((*turns, Message("assistant", "yes")))
+    )
+    text = "".join("~" if token == 256 else chr(token) for token in encoded.ids)
+    learnt_bytes = "".join(letter for letter, here in zip(text, encoded.supervised, strict=True) if here)
+    assert text == ("### User:\nq\n\n### Assistant:\nno~\n\n### User:\nr\n\n### Assistant:\nyes~\n\n")
+    assert learnt_bytes == text.replace("no~", "")

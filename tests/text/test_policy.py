@@ -56,6 +56,14 @@ def test_a_prompt_loses_its_middle_and_nothing_else():
     assert fitted.truncated
 
 
+def test_what_comes_behind_a_gap_is_not_learnt_with_everything():
+    labeller = Labeller(choose_template("chatml", TOKENIZER), TOKENIZER, "all")
+    chatted = Conversation((Message("user", "0123456789"), Message("assistant", "answer")))
+    fitted = fit(labeller.encode(chatted), FRAME + 6 + 5, "cut_prompt")
+    assert text(fitted) == ("<|im_start|>user\n01289<|im_end|>\n<|im_start|>assistant\nanswer<|im_end|>\n")
+    assert learnt(fitted) == text(fitted).replace("01289", "0129")
+
+
 def test_the_longest_prompts_are_cut_first():
     encoded = chat("0123456789", "one", "abcd", "two")
     fitted = fit(encoded, len(encoded.ids) - 4, "cut_prompt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from tests.text.helpers import text_data, write_jsonl
 
-from trainforge_plugins.text.pool import WorkerError, tokenise_all, worker_count
+from trainforge_plugins.text.pool import WORKER, WorkerError, tokenise_all, worker_count
 from trainforge_plugins.text.sources import Source, find_sources
 from trainforge_plugins.text.tokenise import Piece, Reading
 from trainforge_plugins.text.tokenizers import ByteTokenizer
@@ -95,10 +96,8 @@ def test_the_cache_does_not_depend_on_workers(tmp_path: Path):
 )
 def test_a_worker_that_dies_is_named(text: Path, what: str, words: list[str]):
     command = (sys.executable, "-c", BAD_WORKER.format(what=what))
-    began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        tokenised(text, 2, command=command)
-    assert time.monotonic() - began < 10
+        tokenised(text, 2, timeout_s=3600, command=command)
     for word in [*words, "worker ", f"{text} (bytes 600 to 720)"]:
         assert word in str(caught.value)
     assert caught.value.exit_code == 1
@@ -106,13 +105,11 @@ def test_a_worker_that_dies_is_named(text: Path, what: str, words: list[str]):
 
 @pytest.mark.ranks
 def test_a_stuck_worker_is_named_within_the_timeout(text: Path):
-    command = (sys.executable, "-c", BAD_WORKER.format(what="time.sleep(1000)"))
-    began = time.monotonic()
+    command = (sys.executable, "-c", BAD_WORKER.format(what="time.sleep(3600)"))
     with pytest.raises(
         WorkerError, match=r"worker \d .*stuck on .*a\.txt \(bytes 600 to 720\).*worker_timeout"
     ):
         tokenised(text, 2, timeout_s=3, command=command)
-    assert time.monotonic() - began < 12
 
 
 @pytest.mark.ranks
@@ -122,24 +119,37 @@ def test_a_worker_that_never_starts_is_named(text: Path):
 
 
 @pytest.mark.ranks
+def test_a_worker_that_nobody_waits_for_any_more_ends_without_a_word():
+    """The main process was asked to stop while the worker was still importing."""
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with theirs:
+        command = [*WORKER, str(theirs.fileno()), str(os.getpid())]
+        done = subprocess.run(
+            command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=100
+        )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.ranks
 def test_workers_die_with_a_killed_parent(tmp_path: Path, text: Path):
     code = (
         "import sys; from pathlib import Path; from tests.text import test_pool\n"
-        f"command = (sys.executable, '-c', {BAD_WORKER.format(what='time.sleep(1000)')!r})\n"
+        f"command = (sys.executable, '-c', {BAD_WORKER.format(what='time.sleep(3600)')!r})\n"
         "test_pool.tokenised(Path(sys.argv[1]), 2, command=command)"
     )
     root = Path(__file__).resolve().parents[2]
     parent = subprocess.Popen([sys.executable, "-c", code, str(text)], cwd=root)
     children: list[str] = []
-    until = time.monotonic() + 20
+    until = time.monotonic() + 100
     while len(children) < 2 and time.monotonic() < until:
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
         time.sleep(0.1)
     assert len(children) == 2
     time.sleep(2)  # one of them is asleep by now
     parent.send_signal(signal.SIGKILL)
-    parent.wait(10)
-    until = time.monotonic() + 10
+    parent.wait(60)
+    until = time.monotonic() + 60
     while any(_alive(child) for child in children) and time.monotonic() < until:
         time.sleep(0.1)
     assert not any(_alive(child) for child in children)

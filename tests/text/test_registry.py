@@ -107,6 +107,16 @@ def test_a_folder_and_its_subset(folder: Path):
     assert read(dataset="folder", dataset_dir=folder).answers == ["in sub"]
 
 
+def test_num_samples_is_for_one_file(folder: Path):
+    registry = {"all": {"file_name": "many", "num_samples": 2}}
+    (folder / "dataset_info.json").write_text(json.dumps(registry))
+    (folder / "many" / "c.json").write_text('[{"instruction": "q", "output": "nor this"}]')
+    with pytest.raises(
+        DataError, match=r"num_samples of 'all' is for one file, and .*many holds 3: name one"
+    ):
+        read(dataset="all", dataset_dir=folder)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from pydantic import ValidationError
-from tests.text.helpers import context, text_data
+from tests.text.helpers import context, text_data, write_jsonl
 
+from trainforge.errors import ConfigError, DataError
 from trainforge.sections import RunSection, TrainSection
 from trainforge.stages import Data
 from trainforge_plugins import text
@@ -77,3 +79,37 @@ def test_the_estimate_of_the_cache(tmp_path: Path):
     ctx = context(tmp_path)
     section = TextSection(path=str(tmp_path / "a.txt"))
     assert estimate(ctx, ctx.model, section).disk == {"token cache": 2000}
+    row = write_jsonl(tmp_path / "b.jsonl", [{"instruction": "q", "output": "a" * 100}])
+    section = TextSection(path=str(row))
+    assert estimate(ctx, ctx.model, section).disk == {"token cache": 3 * row.stat().st_size}
+
+
+def test_the_path_of_validation_is_called_so(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("some words")
+    with pytest.raises(DataError, match=r"^text\.validation: .*none\.txt does not exist"):
+        text_data(tmp_path, str(tmp_path / "a.txt"), section={"validation": str(tmp_path / "none.txt")})
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "words"),
+    [
+        ("a.txt", {"field": "body"}, "text.field is 'body'.*plain text, which has no fields"),
+        ("b.jsonl", {"field": "body", "format": "alpaca"}, "text.field is 'body'.*conversations"),
+        ("c.jsonl", {"columns": {"prompt": "text"}, "format": "jsonl"}, "text.columns is for conversations"),
+        ("a.txt", {"tags": {"user_tag": "me"}}, "text.tags is for conversations"),
+        (
+            "a.txt",
+            {"path": None, "sources": [{"columns": {"prompt": "x"}}]},
+            r"text\.sources\[0\]\.columns is",
+        ),
+    ],
+)
+def test_what_could_change_nothing_is_refused(tmp_path: Path, name: str, section: dict[str, Any], words: str):
+    (tmp_path / "a.txt").write_text("some words")
+    write_jsonl(tmp_path / "b.jsonl", [{"instruction": "q", "output": "a"}])
+    write_jsonl(tmp_path / "c.jsonl", [{"text": "some words"}])
+    path = str(tmp_path / name)
+    if "sources" in section:
+        section = {**section, "sources": [{"path": path, **source} for source in section["sources"]]}
+    with pytest.raises(ConfigError, match=words):
+        text_data(tmp_path, path, section=section)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.text.helpers import text_data
 from tests.text.reading import Everything, read
 
 from trainforge.errors import DataError
+from trainforge_plugins.text.inspection import ledger_lines
 from trainforge_plugins.text.rows import LEFT_OUT
 
 ROWS = 2000
@@ -83,3 +85,28 @@ def test_conversations_and_other_text_do_not_mix(folder: Path):
 def test_the_option_that_is_wrong_is_named(folder: Path):
     with pytest.raises(DataError, match=r"text\.sources\[1\]\.path: .*none\.jsonl does not exist"):
         weighted(folder, {"path": "a.jsonl"}, {"path": "none.jsonl"})
+
+
+def test_that_validation_shares_rows_with_training_is_said(folder: Path):
+    def lines(weight: float, **section: Any) -> list[str]:
+        sources = ({"path": str(folder / "a.jsonl"), "weight": weight},)
+        options = {"sources": sources, "max_len": 64, "validation": 0.1, "path": None, **section}
+        data = text_data(folder, None, section=options)
+        return [line for line in data.start_report() if "held out as well" in line]
+
+    assert len(lines(2)) == 1
+    assert "text.validation" in lines(2)[0]
+    assert lines(1) == lines(2, validation=None) == lines(2, validation=str(folder / "b.jsonl")) == []
+
+
+def test_files_without_rows_are_listed(folder: Path):
+    (folder / "header.csv").write_text("instruction,output\n")
+    (folder / "none.jsonl").touch()
+    (folder / "list.json").write_text("[]")
+    paths = [str(folder / name) for name in ("none.jsonl", "a.jsonl", "header.csv", "list.json")]
+    ledger = text_data(folder, paths, section={"max_len": 64}).ledger()
+    assert ledger["skipped"] == {
+        "empty file": {"count": 0, "rows": [paths[0]]},
+        "file without rows": {"count": 0, "rows": paths[2:]},
+    }
+    assert "2 skipped: file without rows" in ledger_lines(ledger)

@@ -15,6 +15,7 @@ from trainforge.blame import STARTING, blaming
 from trainforge.discovery import load_provider
 from trainforge.errors import CheckpointError, ConfigError, UserError
 from trainforge.stages import CheckpointInfo, is_checkpoint_name
+from trainforge.trust import may_have_come_along
 
 if TYPE_CHECKING:
     from trainforge.context import Context
@@ -171,14 +172,15 @@ def build_reader(writer: str, reference: str, ctx: Context) -> Checkpoint:
 def writer_reference(run_dir: Path, writer: str) -> str:
     """What names the writer: its plugin name, or the file that plan.json says it came from.
 
-    A file within the run folder does not count: no program that comes with a checkpoint is run.
+    A file within the run folder does not count, nor does a relative path: no program that comes with a checkpoint is
+    run.
     """
     try:
         record = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))["stages"]["checkpoint"]
         if record["plugin"] != writer:
             return writer
         reference = str(record.get("reference", writer))
-        inside = Path(reference).resolve().is_relative_to(run_dir.resolve())
+        foreign = may_have_come_along(reference, run_dir)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return writer
-    return writer if inside else reference
+    return writer if foreign else reference

@@ -95,7 +95,7 @@ class Catalog:
         Raises:
             SelectionError: nobody, or more than one distribution, provides it; or there is no such file.
         """
-        if reference.endswith(".py") or "/" in reference:
+        if is_file(reference):
             return _local(Path(reference))
         if reference in RESERVED:
             raise SelectionError(f"{reference} is a section of every recipe and no plugin name")
@@ -157,6 +157,11 @@ def scan(path: Sequence[str] | None = None) -> Catalog:
             if claimed is not None:
                 defaults.append((key if key in STAGES else "observer", claimed))
     return Catalog(plugins, defaults)
+
+
+def is_file(reference: str) -> bool:
+    """Whether a reference to a plugin is the path of a file, and not a name."""
+    return reference.endswith(".py") or "/" in reference
 
 
 def load_provider(reference: str, stage: str) -> Provider:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from trainforge import __version__
 from trainforge.blame import blaming
-from trainforge.errors import TrainForgeError, UserError
+from trainforge.errors import ProviderError, TrainForgeError, UserError
 from trainforge.recipe_file import dump_recipe
 from trainforge.stored_run import StoredWeights, build_model, build_tokenizer, open_run, reading
 
@@ -31,6 +32,7 @@ def export_run(
     dtype: Literal["bf16", "fp32"] = "bf16",
     lora: Literal["merged", "adapter"] = "merged",
     force: bool = False,
+    trust_code: bool = False,
 ) -> str:
     """Write the model of a run into the folder `out`: whole or not at all. Runs on the CPU.
 
@@ -39,6 +41,7 @@ def export_run(
         dtype: of the weights in the files. The masters in the checkpoint are fp32.
         lora: trained adapters are added to what they adapt, or written alone.
         force: an `out` that is not empty is renamed to `out.old-N` instead of being refused.
+        trust_code: run code that the run's recipe names and that is not installed (see `trust.py`).
 
     Returns:
         The `weights_digest` of what was exported.
@@ -50,12 +53,12 @@ def export_run(
     import torch
 
     _refuse_what_exists(out, force)
-    stored = open_run(run_dir, step)
+    stored = open_run(run_dir, step, allowed=None if trust_code else ())
     ctx = build_model(stored, torch.device("cpu"), console)
     tokenizer = build_tokenizer(stored, ctx)
     alone = lora == "adapter"
     total = sum(spec.elements for spec in ctx.model.parameters if spec.trainable or not alone)
-    with _written_aside(out) as aside, reading(stored, ctx) as reader:
+    with contextlib.closing(ctx.model), _written_aside(out) as aside, reading(stored, ctx) as reader:
         weights = StoredWeights(reader, stored.checkpoint.path, ctx.model)
         with (
             console.task("exporting", total, "parameters") as task,
@@ -120,9 +123,14 @@ def _written_aside(out: Path) -> Iterator[Path]:
             aside.rename(out)  # also over an empty folder
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
+    except (OSError, ProviderError) as error:
+        cause = error.__cause__ if isinstance(error, ProviderError) else error
+        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        if isinstance(error, ProviderError) and not full:
+            raise
         raise TrainForgeError(
-            f"{out} cannot be written ({error.strerror or error}): make room or export to another folder"
+            f"{out} cannot be written ({getattr(cause, 'strerror', None) or cause}): make room or export to another "
+            "folder"
         ) from error
 
 

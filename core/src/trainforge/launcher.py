@@ -29,6 +29,7 @@ from trainforge.signals import STOPPING, Handler, handle_stopping, restore
 
 _DYING_S = 5.0  # what the other ranks get to end by themselves once one has failed
 _LOG_TAIL = 40  # lines of a rank's log that are shown when it left no report
+_LOG_TAIL_BYTES = 2**16  # and no more than that: a log may be of any size
 _DEFAULT_PORT = 29400  # of the rendezvous, as torchrun has it
 
 
@@ -185,7 +186,7 @@ class _Watch:
         self.stopped_by: str | None = None
         self.killed: str | None = None
         self.died: frozenset[int] = frozenset()
-        self._failed = False
+        self._failed = self._passed_on = False
         self._pending: list[int] = []
         self._deadline: tuple[float, str] | None = None
 
@@ -214,10 +215,12 @@ class _Watch:
     def _pass_on(self, pids: dict[int, int]) -> None:
         if self._pending and self.stopped_by is None:
             self.stopped_by = signal.Signals(self._pending[0]).name
-            if pids:
-                self._arm(self.grace_s, f"did not finish saving within {self.grace_s:.0f} s and were killed")
-            else:
+            if not pids:
                 self._arm(_DYING_S, "had not started")
+        if self._pending and pids and not self._passed_on:
+            self._passed_on = True
+            if not self._failed:  # else they have no more time than to die
+                self._arm(self.grace_s, f"did not finish saving within {self.grace_s:.0f} s and were killed")
         while self._pending and pids:
             number = self._pending.pop(0)
             for pid in pids.values():
@@ -282,7 +285,11 @@ def _crash(rank: int, agent: _Agent, logs: Path) -> str:
 
 def _log_tail(rank: int, agent: _Agent) -> str:
     log = agent.log(rank)
-    return "" if log is None else "\n".join(log.read_text("utf-8", "replace").splitlines()[-_LOG_TAIL:])
+    if log is None:
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
+        return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-_LOG_TAIL:])
 
 
 def _rendezvous_trouble(agent: _Agent) -> str:

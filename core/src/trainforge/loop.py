@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainforge.cadence import CadenceClock
+from trainforge.errors import DataExhausted
 from trainforge.evaluation import EvaluationCut, evaluate
 from trainforge.measure import StepFigures
 from trainforge.patience import Verdict, judge
+from trainforge.saving import save, save_what_is_done, tell_committed
 from trainforge.schedule import learning_rate
 from trainforge.seeding import derive_seed, micro_batch_seed, seed_everything
 from trainforge.stages import Update
@@ -31,6 +32,7 @@ class Totals:
     real: int
     stop: bool
     save: bool
+    ended: bool
 
 
 def train(run: Run, stop_requested: Callable[[], bool]) -> str:
@@ -38,18 +40,25 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
 
     Returns:
         `"finished"`, `"max_steps"`, `"early_stopped"` (by `train.early_stop`) or `"stopped"` (by a signal).
+
+    Raises:
+        DataExhausted: the data of a rank ended before; the steps done are saved.
     """
     state, save_clock = run.state, CadenceClock(run.train.save_every)
-    figures = StepFigures(run)
+    figures, saved = StepFigures(run), state.step
     stopped, verdict = False, Verdict()
     run.ledger.restart()
     while state.step < run.last_step and not (stopped or verdict.stop):
         step = state.step + 1
         run.doing = ("data", f"taking the batches of step {step}")
         seed_everything(derive_seed(run.seed, "data", step, run.ctx.rank))
-        batches = run.stages.data.take(run.ctx.batching.accumulate)
+        batches = _take(run)
         run.doing = ("comm", f"agreeing on the token counts of step {step}")
         totals = _agree(run, batches, stop=stop_requested(), save=save_clock.due(step))
+        if batches is None or totals.ended:
+            figures.read()
+            save_what_is_done(run, saved)
+            raise DataExhausted
         stopped = totals.stop
         run.ledger.lap("data")
 
@@ -77,9 +86,10 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
             figures.read()  # before saving, so that the checkpoint has the losses and counts of this step
         if saves:
             save(run)
+            saved = step
             save_clock.done()
             run.ledger.lap("checkpoint")
-        _tell_committed(run)
+        tell_committed(run)
         run.events.step_ended(run, step)
         run.ledger.lap("other")
         run.ledger.end_step()
@@ -88,12 +98,20 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
             run.ledger.lap("other")  # of the next step
     run.doing = ("checkpoint", "committing the last checkpoint")
     run.stages.checkpoint.wait()
-    _tell_committed(run)
+    tell_committed(run)
     if stopped:
         return "stopped"  # also after the very last step, whose evaluation was left out
     if state.step >= run.steps:
         return "finished"
     return "early_stopped" if verdict.stop else "max_steps"
+
+
+def _take(run: Run) -> Sequence[Batch] | None:
+    """This rank's micro-batches of the next step; None when its data has ended."""
+    try:
+        return run.stages.data.take(run.ctx.batching.accumulate)
+    except DataExhausted:
+        return None
 
 
 def _evaluation_due(run: Run, step: int) -> bool:
@@ -102,17 +120,18 @@ def _evaluation_due(run: Run, step: int) -> bool:
     return step == run.steps or (every is not None and step % every == 0)
 
 
-def _agree(run: Run, batches: Sequence[Batch], *, stop: bool, save: bool) -> Totals:
+def _agree(run: Run, batches: Sequence[Batch] | None, *, stop: bool, save: bool) -> Totals:
     """Sum this step's token counts and wishes over ranks. Only rank 0's clock says when to save."""
-    supervised, real, stops, saves = run.stages.comm.control(
+    supervised, real, stops, saves, ends = run.stages.comm.control(
         [
-            sum(batch.supervised for batch in batches),
-            sum(batch.real for batch in batches),
+            sum(batch.supervised for batch in batches or ()),
+            sum(batch.real for batch in batches or ()),
             float(stop),
             float(save and run.ctx.rank == 0),
+            float(batches is None),
         ]
     )
-    return Totals(int(supervised), int(real), stops > 0, saves > 0)
+    return Totals(int(supervised), int(real), stops > 0, saves > 0, ends > 0)
 
 
 def _step(
@@ -151,23 +170,3 @@ def _clipping(norm: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     finite = norm.isfinite()
     scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip is not None else norm.new_ones(())
     return scale.where(finite, 1.0).float(), finite.logical_not().float()
-
-
-def save(run: Run) -> None:
-    """Save a checkpoint of the step just done; returns once its state is snapshotted."""
-    run.doing = ("checkpoint", f"saving step {run.state.step}")
-    run.stages.memory.drain()
-    began = time.perf_counter()
-    run.stages.checkpoint.save(run.state.step, run.parts)
-    run.save_blocked_ms.append((time.perf_counter() - began) * 1000)
-
-
-def _tell_committed(run: Run) -> None:
-    run.doing = ("checkpoint", "committing a checkpoint")
-    for info in run.stages.checkpoint.committed():
-        if not info.finite:
-            run.console.warn(
-                f"the weights of step {info.step} are not finite: its checkpoint takes no other's place and is not "
-                "resumed from. Stop the run, lower train.lr or look at the rows before this step"
-            )
-        run.events.checkpoint_saved(run, info.step, info.path)

@@ -47,11 +47,13 @@ def stops_early(state: RunState, train: TrainSection) -> bool:
     return train.early_stop is not None and state.evaluations_in_vain >= train.early_stop.patience
 
 
-def why_early(state: RunState) -> str:
+def why_early(state: RunState, train: TrainSection) -> str:
     """What a person reads about it."""
+    least = train.early_stop.min_delta if train.early_stop else 0.0
+    by = f" by more than {least:g}" if least else ""
     lowest = "never a number" if state.eval_lowest is None else f"at best {state.eval_lowest:.4f}"
     times = state.evaluations_in_vain
-    return f"the validation loss was {lowest} and did not fall in {times} evaluation{'s' * (times != 1)}"
+    return f"the validation loss was {lowest} and did not fall{by} in {times} evaluation{'s' * (times != 1)}"
 
 
 def _or_endless(value: float | None) -> float:

@@ -115,6 +115,7 @@ def make_plan(
     without: Sequence[str] = (),
     stages: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
+    leave_out: Sequence[str] = (),
     device: str | None = None,
     world: int = 1,
     catalog: Catalog | None = None,
@@ -128,6 +129,7 @@ def make_plan(
         without: observers to leave out.
         stages: `{stage: plugin}` that settles a stage.
         overrides: `section.key=value`, laid over the recipe.
+        leave_out: files among the recipe's plugins that are not imported; their sections are not looked at.
         device: the device's type, when it is known already; else the recipe's, and with `auto` the runner checks.
         world: number of ranks.
         catalog: what is installed; scanned when None.
@@ -146,7 +148,9 @@ def make_plan(
     source = Path(recipe) if recipe is not None else (HOUSE_RECIPE if HOUSE_RECIPE.exists() else None)
     raw = read_recipe(source) if source is not None else _quickstart(choose(()).stages["data"])
     raw, overridden = apply_overrides(raw, overrides)
-    selection = choose(recipe_plugins(raw))
+    for name in (Path(reference).stem for reference in leave_out):
+        raw.pop(name, None)
+    selection = choose([name for name in recipe_plugins(raw) if name not in leave_out])
     validated = validate(raw, selection, [*catalog.plugins], overridden=overridden, source=source)
     check(selection.stages, device or _device_type(validated.run.device), world)
     return Plan(selection.configured(validated.model, validated.sections), validated)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 if TYPE_CHECKING:
     import click
@@ -21,10 +21,33 @@ STAGES: tuple[StageName, ...] = ("model", "data", "memory", "comm", "optimizer",
 class Section(BaseModel):
     """Base of a plugin's recipe section: frozen; a key it does not know and a number that is not finite are errors.
 
-    A field's `description` becomes its line in docs/recipe.md.
+    `true` is no number, though Python has it equal to 1. A field's `description` becomes its line in docs/recipe.md.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    def runs_code(self) -> tuple[str, ...]:
+        """Keys that have code run which is not installed, as a person would write them: `model.factory: nets:make`.
+
+        `forge export` and `forge sample` ask before such a key of a stored recipe is followed.
+        """
+        return ()
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        inside = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(one, bool) for one in inside):
+            accepted = _types_in(cls.model_fields[info.field_name or ""].annotation)
+            if (int in accepted or float in accepted) and bool not in accepted and Any not in accepted:
+                raise ValueError("must be a number and not true or false")
+        return value
+
+
+def _types_in(annotation: Any) -> list[Any]:
+    """The types that an annotation is made of."""
+    inside = get_args(annotation)
+    return [one for part in inside for one in _types_in(part)] if inside else [annotation]
 
 
 @dataclass(frozen=True)

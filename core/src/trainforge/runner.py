@@ -210,7 +210,7 @@ def _finished_before(run: Run, stop_requested: Callable[[], bool]) -> int:
         _record(run, summarise(run, "early_stopped" if early else "finished"))
     if early:
         run.console.note(
-            f"this run has ended early at step {run.state.step}: {why_early(run.state)}. Raise "
+            f"this run has ended early at step {run.state.step}: {why_early(run.state, run.train)}. Raise "
             f"train.early_stop.patience (or leave early_stop out) to train on. Everything lies in {run.path}"
         )
         return EXIT_DONE
@@ -245,7 +245,10 @@ def _blaming_who_works(run: Run) -> Iterator[None]:
         raise
     except DataExhausted as error:
         raise TrainForgeError(
-            f"the data ended after {run.state.step} of {run.steps} steps: lower train.steps, or give more data"
+            f"the data ended after {run.state.step} of {run.steps} steps, which are saved: lower train.steps to "
+            f"{run.state.step}, or start over with more data"
+            if run.state.step
+            else "the data ended before the first step: give more data"
         ) from error
     except Exception as error:
         stage, doing = run.doing

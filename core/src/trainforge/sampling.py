@@ -48,6 +48,7 @@ def sample_run(
     temperature: float = 0.8,
     seed: int = 0,
     step: int | None = None,
+    trust_code: bool = False,
 ) -> Sample:
     """Continue `prompt` with the weights of a run's checkpoint, by the memory plugin that trained it.
 
@@ -57,12 +58,19 @@ def sample_run(
         tokens: how many to draw.
         temperature: 0 takes the likeliest token each time.
         step: of the checkpoint; None takes the newest.
+        trust_code: run code that the run's recipe names and that is not installed (see `trust.py`).
 
     Raises:
         UserError: the run or the checkpoint cannot be used, or there is nothing to tokenise or generate with.
         CheckpointError: the checkpoint is damaged.
     """
-    stored = open_run(run_dir, step, ["train.compile=false", "train.recompute=false", "run.devices=null"])
+    stored = open_run(
+        run_dir,
+        step,
+        ["train.compile=false", "train.recompute=false", "run.devices=null"],
+        needs=("model", "data", "memory"),
+        allowed=None if trust_code else (),
+    )
     run = stored.plan.recipe.run
     device = pick_device(run if run.device == "cpu" else run.model_copy(update={"device": "auto"}), Ranks())
     ctx = build_model(stored, device, console)
@@ -86,6 +94,7 @@ def sample_run(
         seconds = time.perf_counter() - began
     finally:
         memory.close()
+        ctx.model.close()
     if not drawn:
         raise UserError(f"{run_dir} cannot be sampled from: its memory plugin {plugin} does not generate")
     return Sample(stored.checkpoint.step, tokenizer.decode(drawn), len(drawn), seconds)

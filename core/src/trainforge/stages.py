@@ -177,7 +177,7 @@ class Data(Stage, ABC):
         comes again after a resume. Work ahead of the call, or in workers, takes `derive_seed` with the sample's place.
 
         Raises:
-            DataExhausted: no sample is left (only providers that do not repeat).
+            DataExhausted: no sample is left (only providers that do not repeat). The run saves and ends, on all ranks.
         """
 
     def validation(self) -> Iterable[Batch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +18,7 @@ from trainforge.planning import make_plan
 from trainforge.restored import leave_out_initial_weights
 from trainforge.retention import best_of, newest_usable
 from trainforge.stages import Comm, Extent, NamedTensor, PartState, is_checkpoint_name
+from trainforge.trust import plugins_to_leave_out, refuse_code
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from trainforge.context import Console
     from trainforge.planning import Plan
+    from trainforge.provider import StageName
     from trainforge.stages import Checkpoint, CheckpointInfo, ModelSpec, Tokenizer
 
 Step = int | Literal["best"] | None
@@ -97,15 +99,33 @@ def recipe_of(run_dir: Path) -> Path:
     return recipe
 
 
-def open_run(run_dir: Path, step: Step, overrides: Sequence[str] = (), *, asked: str = "--step") -> StoredRun:
-    """Look into a run folder; see `choose_checkpoint`. `overrides` are laid over its recipe.
+def open_run(
+    run_dir: Path,
+    step: Step,
+    overrides: Sequence[str] = (),
+    *,
+    needs: Sequence[StageName] = ("model", "data"),
+    allowed: Collection[str] | None = (),
+    asked: str = "--step",
+) -> StoredRun:
+    """Look into a run folder; see `choose_checkpoint`.
+
+    Args:
+        overrides: laid over its recipe.
+        needs: the stages that will be built.
+        allowed: code that its recipe may have run, as `Section.runs_code` gives it; None allows all of it.
 
     Raises:
-        UserError: it is no run folder, or holds no checkpoint, or none of that step.
+        UserError: it is no run folder, or holds no checkpoint, or none of that step; or its recipe has code run that
+            is not allowed.
     """
     chosen = choose_checkpoint(run_dir, step, asked)
     recipe = recipe_of(run_dir)
-    return StoredRun(recipe.parent, make_plan(recipe, overrides=overrides), chosen)
+    leave_out = [] if allowed is None else plugins_to_leave_out(recipe, needs)
+    plan = make_plan(recipe, overrides=overrides, leave_out=leave_out)
+    if allowed is not None:
+        refuse_code(recipe.parent, plan, needs, allowed)
+    return StoredRun(recipe.parent, plan, chosen)
 
 
 def build_model(stored: StoredRun, device: torch.device, console: Console) -> Context:

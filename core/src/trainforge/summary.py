@@ -68,7 +68,7 @@ def show_summary(run: Run, summary: dict[str, Any]) -> None:
     done = {
         "finished": "finished: {}",
         "max_steps": "stopped as asked: {}; saved, run again to go on",
-        "early_stopped": "stopped early: {}; " + why_early(run.state),
+        "early_stopped": "stopped early: {}; " + why_early(run.state, run.train),
         "stopped": "stopped by a signal: {}; saved, run again to resume",
     }[summary["status"]]
     taken = f"step {summary['steps']} of {run.steps} after {format_seconds(summary['seconds'])}"

@@ -8,6 +8,7 @@ from typing import Literal
 import click
 
 from trainforge.cli.group import debug_option
+from trainforge.cli.shared import trust_code_option
 
 
 @click.command()
@@ -31,6 +32,7 @@ from trainforge.cli.group import debug_option
     help="A run with model.lora: its adapters added to the model, or alone.",
 )
 @click.option("--force", is_flag=True, help="Rename an OUT that is not empty to OUT.old-N.")
+@trust_code_option
 @debug_option
 def export(
     run_dir: Path,
@@ -39,6 +41,7 @@ def export(
     dtype: Literal["bf16", "fp32"],
     lora: Literal["merged", "adapter"],
     force: bool,
+    trust_code: bool,
 ) -> None:
     """Write the model of the run folder RUN into the folder OUT.
 
@@ -48,5 +51,14 @@ def export(
     from trainforge.console import TerminalConsole
     from trainforge.exporting import export_run
 
-    digest = export_run(run_dir, out, TerminalConsole(), step=step, dtype=dtype, lora=lora, force=force)
+    digest = export_run(
+        run_dir,
+        out,
+        TerminalConsole(),
+        step=step,
+        dtype=dtype,
+        lora=lora,
+        force=force,
+        trust_code=trust_code,
+    )
     click.echo(f"exported to {out} ({dtype}, weights_digest {digest})")

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from trainforge.cli.group import debug_option
+from trainforge.cli.shared import trust_code_option
 
 
 @click.command()
@@ -24,8 +25,17 @@ from trainforge.cli.group import debug_option
 @click.option(
     "--step", type=click.IntRange(min=0), help="Take the checkpoint of this step [default: newest]."
 )
+@trust_code_option
 @debug_option
-def sample(run_dir: Path, prompt: str, tokens: int, temperature: float, seed: int, step: int | None) -> None:
+def sample(
+    run_dir: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    step: int | None,
+    trust_code: bool,
+) -> None:
     """Let the model of the run folder RUN continue PROMPT.
 
     Prints the prompt and its continuation, and how fast it was drawn to standard error. The training data is not read.
@@ -41,6 +51,7 @@ def sample(run_dir: Path, prompt: str, tokens: int, temperature: float, seed: in
         temperature=temperature,
         seed=seed,
         step=step,
+        trust_code=trust_code,
     )
     click.echo(f"{prompt}{drawn.text}")
     rate = drawn.tokens / max(drawn.seconds, 1e-9)

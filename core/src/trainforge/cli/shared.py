@@ -91,6 +91,15 @@ def choice_options(command: Command) -> Command:
     return command
 
 
+trust_code_option = click.option(
+    "--trust-code",
+    is_flag=True,
+    help="Run code that RUN's recipe names and that is not installed: files in RUN, model.factory, "
+    "model.trust_remote_code.",
+)
+"""For commands that look into a run folder, which may have come from somebody else."""
+
+
 def _settled(values: Sequence[str]) -> Mapping[str, str]:
     settled: dict[str, str] = {}
     for value in values:

@@ -33,7 +33,7 @@ class DcpSection(Section):
 
 
 def build(ctx: Context, config: DcpSection) -> Checkpoint:
-    """Make the checkpoint stage; rank 0 removes what saves that were cut short have left."""
+    """Make the checkpoint stage; in a run, rank 0 removes what saves that were cut short have left."""
     from trainforge_plugins.dcp.checkpoint import DcpCheckpoint
 
     return DcpCheckpoint(ctx, config)

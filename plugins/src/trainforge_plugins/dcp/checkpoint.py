@@ -75,11 +75,10 @@ class DcpCheckpoint(Checkpoint):
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._closing = threading.Event()
-        if ctx.rank == 0:
-            unfinished = folders.clean(self._folder)
-            if unfinished:
-                ctx.console.note(f"removed what {unfinished} unfinished save(s) had left in {self._folder}")
-        if {"model", "optimizer"} <= ctx.built.keys():  # else it was built to read or verify only
+        self._manifest: tuple[tuple[Path, int, int, int], Manifest] | None = None
+        only_reads = not {"model", "optimizer"} <= ctx.built.keys()
+        if not only_reads:  # who only reads writes nothing: another process may be saving there
+            self._clean(ctx)
             self._check_room(ctx)
 
     def save(self, step: int, parts: Mapping[str, Part]) -> None:
@@ -140,7 +139,7 @@ class DcpCheckpoint(Checkpoint):
         """
         error, stored = None, None
         try:
-            stored = manifest.read_manifest(path)
+            stored = self._read_manifest(path)
             states = {name: part.state() for name, part in parts.items()}
             _check_wanted(path, stored, states)
             load_spans(path, stored, held_tensors(states)[1])
@@ -167,6 +166,24 @@ class DcpCheckpoint(Checkpoint):
             self.wait()
         finally:
             self._staging.close()
+
+    def _read_manifest(self, path: Path) -> Manifest:
+        """The manifest, parsed and checked once for as long as its file stays the same: weights are read one by one."""
+        try:
+            about = (path / manifest.NAME).stat()
+        except OSError:
+            return manifest.read_manifest(path)  # which says what is wrong
+        key = (path, about.st_ino, about.st_mtime_ns, about.st_size)
+        if self._manifest is None or self._manifest[0] != key:
+            self._manifest = None
+            self._manifest = (key, manifest.read_manifest(path))
+        return self._manifest[1]
+
+    def _clean(self, ctx: Context) -> None:
+        if self._rank == 0:
+            unfinished = folders.clean(self._folder)
+            if unfinished:
+                ctx.console.note(f"removed what {unfinished} unfinished save(s) had left in {self._folder}")
 
     def _check_room(self, ctx: Context) -> None:
         """Warn, or raise on every rank, when the disk is too small; the estimate leaves out what is not a weight."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def load_spans(folder: Path, manifest: Manifest, wanted: Mapping[str, Sequence[H
     Raises:
         CheckpointError: a file is missing or damaged; names it.
     """
-    reader = CheckpointReader(folder, manifest)
+    reader = CheckpointReader(folder, manifest, wanted)
     unwrapped(lambda: load({}, storage_reader=reader, planner=HeldLoadPlanner(wanted), no_dist=True))
 
 
@@ -106,10 +106,18 @@ class HeldLoadPlanner(LoadPlanner):
 
 
 class CheckpointReader(StorageReader):
-    """Reads a committed checkpoint, comparing each header and each chunk with its checksum before it is used."""
+    """Reads a committed checkpoint, comparing each header and each chunk with its checksum before it is used.
 
-    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
-        self._folder = folder
+    Args:
+        folder: the checkpoint.
+        manifest: what it holds; read when None.
+        only: names of tensors (`part/key/name`) that are described to DCP; None for all.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest | None = None, only: Container[str] | None = None
+    ) -> None:
+        self._folder, self._only = folder, only
         self._manifest = manifest or read_manifest(folder)
         self._spans: dict[tuple[str, int], Span] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -123,6 +131,8 @@ class CheckpointReader(StorageReader):
         for part, stored in self._manifest.parts.items():
             for entry in stored.tensors:
                 tensor = f"{part}/{entry.key}/{entry.name}"
+                if self._only is not None and tensor not in self._only:
+                    continue
                 self._spans.update({(tensor, span.offset): span for span in entry.spans})
                 self._dtypes[tensor] = getattr(torch, entry.dtype)
                 described[tensor] = TensorStorageMetadata(

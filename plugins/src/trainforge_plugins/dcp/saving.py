@@ -181,6 +181,7 @@ class Save:
         try:
             manifest.write_durably(self._record_path(self.rank), own.model_dump_json().encode())
         except OSError as error:
+            self._remove_own()
             if self.temporary.exists():  # else rank 0 has given up already
                 raise room.disk_error(error, self.folder, self.bytes) from error
         if not self._wait_for(lambda: failed.exists() or not self.temporary.exists()):
@@ -188,9 +189,15 @@ class Save:
                 f"rank 0 has not committed step {self.step} after {format_seconds(self.timeout)}"
             )
         if self.temporary.exists():
+            self._remove_own()
             raise CheckpointError(RankRecord.model_validate_json(failed.read_bytes()).error)
         if not self._wait_for(self.final.exists, _VISIBLE_S):
             raise CheckpointError(f"rank 0 gave up saving step {self.step}; its log says why")
+
+    def _remove_own(self) -> None:
+        """Give back what this rank wrote, perhaps after rank 0 had made room."""
+        for path in (self._record_path(self.rank), self.temporary / file_name(self.rank)):
+            path.unlink(missing_ok=True)
 
     def _give_up(self, reason: str) -> None:
         """Make room again; when others watch, leave them the reason."""

@@ -84,6 +84,11 @@ class ModelSection(Section):
         "auto", description="how the experts of a Mixture-of-Experts model are multiplied"
     )
 
+    def runs_code(self) -> tuple[str, ...]:
+        """A function of the user's, and files that a model folder brings."""
+        made = () if self.factory is None else (f"model.factory: {self.factory}",)
+        return (*made, "model.trust_remote_code: true") if self.trust_remote_code else made
+
     @model_validator(mode="before")
     @classmethod
     def _settled(cls, values: Any) -> Any:

@@ -56,6 +56,11 @@ def settled(values: Mapping[str, Any]) -> dict[str, Any]:
         step = choose_checkpoint(folder, step, "model.init_from: RUN@STEP").step
     if not named:
         model = read_recipe(recipe_of(folder)).get("model") or {}
+        if model.get("factory") is not None:
+            raise UserError(
+                f"the model of {folder} is made by code ({model['factory']}), which runs only when this recipe names "
+                f"it too: read it, then add model.factory: {model['factory']}"
+            )
         values |= {key: model[key] for key in SOURCES if model.get(key) is not None}
     return values | {"init_from": f"{folder}@{step}"}
 
@@ -143,8 +148,9 @@ class StoredInitial:
             buffer.copy_(self._read(name).view(buffer.shape))
 
     def close(self) -> None:
-        """Give the checkpoint back."""
+        """Give the checkpoint back, and what that run's model holds open."""
         self.source.reader.close()
+        self.source.model.close()
 
     def _read(self, name: str) -> Tensor:
         stored = self.source.stored.checkpoint
@@ -170,7 +176,14 @@ def _opened(ctx: Context, section: ModelSection) -> Source:
     folder, step = parse_reference(str(section.init_from))
     where = f"step {step} of {folder}"
     try:
-        stored = open_run(folder, step, _overrides(folder, section), asked="step")
+        stored = open_run(
+            folder,
+            step,
+            _overrides(folder, section),
+            needs=("model",),
+            allowed=section.runs_code(),
+            asked="step",
+        )
         built = build_model(stored, ctx.device, ctx.console)
     except UserError as error:
         needed = "; frozen parameters of this run are in none of its own checkpoints" if ctx.restored else ""

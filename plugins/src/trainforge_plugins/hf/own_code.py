@@ -6,21 +6,23 @@ nothing here imports any unless the person who trains has allowed it.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainforge.errors import ConfigError
+from trainforge_plugins.hf.turns import turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trainforge.context import Context
 
+_IMPORT_S = 600.0
 _MODELS = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
 
 
@@ -86,22 +88,19 @@ def class_of(ctx: Context, config: Any, folder: Path) -> OwnClass:
         raise ConfigError(
             f"model.hf: auto_map in {folder / 'config.json'} names no class for {' or '.join(_MODELS)}"
         )
-    try:
-        with turn(ctx):
+    with code_turn(ctx):
+        try:
             found = get_class_from_dynamic_module(mapped[name], str(folder))
-    except Exception as error:
-        raise ConfigError(
-            f"model.hf: the code of {folder} cannot be used: {type(error).__name__}: {error}"
-        ) from error
+        except Exception as error:
+            raise ConfigError(
+                f"model.hf: the code of {folder} cannot be used: {type(error).__name__}: {error}"
+            ) from error
     return OwnClass(getattr(transformers, name), found)
 
 
-def turn(ctx: Context) -> Any:
-    """A lock that one rank of this host holds at a time; a context manager."""
-    ctx.cache_dir.mkdir(parents=True, exist_ok=True)
-    lock = (ctx.cache_dir / "code.lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return lock
+def code_turn(ctx: Context) -> AbstractContextManager[None]:
+    """A lock that one rank of this host holds at a time, while transformers copies and imports a folder's files."""
+    return turn(ctx.cache_dir / "code.lock", "importing a model folder's code", ctx.console, _IMPORT_S)
 
 
 def comes_from_a_folder(kind: type) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import fcntl
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,10 +12,12 @@ from typing import Any
 from trainforge.context import Context
 from trainforge.errors import ConfigError
 from trainforge_plugins.hf import structure
+from trainforge_plugins.hf.turns import turn
 
 _CODE = "*.py"
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "*.model", "*.txt")
 _PROBE_SECONDS = 10.0
+_DOWNLOAD_S = 4 * 3600.0  # a large model takes hours
 
 
 def folder_of(ctx: Context, name: str, code: bool = False) -> Path:
@@ -37,9 +38,7 @@ def folder_of(ctx: Context, name: str, code: bool = False) -> Path:
         raise ConfigError(f"model.hf: {path} is a file; give the folder it lies in")
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or " " in name:
         raise ConfigError(f"model.hf: there is no folder {path}")
-    ctx.cache_dir.mkdir(parents=True, exist_ok=True)
-    with (ctx.cache_dir / "hub.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with turn(ctx.cache_dir / "hub.lock", "downloading a model", ctx.console, _DOWNLOAD_S):
         return _downloaded(ctx, name, code)
 
 

@@ -47,7 +47,7 @@ def build_transformers(ctx: Context, section: ModelSection) -> HuggingFaceModel:
         if folder is None:
             config = config_of_values(section.config or {})
         elif own_code.runs_code(ctx, folder, section.trust_remote_code):
-            with own_code.turn(ctx):
+            with own_code.code_turn(ctx):
                 config = config_of_folder(folder, code=True)
             own = own_code.class_of(ctx, config, folder)
         else:

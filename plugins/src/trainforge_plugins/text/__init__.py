@@ -169,17 +169,20 @@ def build(ctx: Context, config: TextSection) -> Data:
 
 
 def estimate(ctx: Context, model: ModelSpec, config: TextSection) -> Estimate:
-    """Disk that the token cache takes: exact for bytes, for other tokenizers as if they gave one token in 3 bytes.
+    """Disk that the token cache takes, and the length of the rows, for the stages that hold them.
 
-    And the length of the rows, for the stages that hold them.
+    As if each byte were a token of the byte tokenizer, and 3 bytes one of another; a conversation's token has a label.
     """
     from trainforge_plugins.text.inputs import find_inputs
     from trainforge_plugins.text.tokenizers import chosen_tokenizer
 
-    size = sum(int(source.share * source.text_bytes) for source in find_inputs(config))
     width = 2 if model.vocab_size <= 2**16 else 4
-    tokens = size if chosen_tokenizer(ctx, config.tokenizer) == "bytes" else size // 3
-    return Estimate(disk={"token cache": tokens * width}, row_tokens=config.max_len)
+    per_token = 1 if chosen_tokenizer(ctx, config.tokenizer) == "bytes" else 3
+    cache = sum(
+        int(source.share * source.text_bytes) // per_token * (width + (source.format == "chat"))
+        for source in find_inputs(config)
+    )
+    return Estimate(disk={"token cache": cache}, row_tokens=config.max_len)
 
 
 def tokenizer(ctx: Context, config: TextSection) -> RunTokenizer:

@@ -9,39 +9,37 @@ build that was cut short and are removed by the next.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import mmap
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from trainforge.context import Console
 from trainforge.errors import DataError
-from trainforge.units import format_bytes, format_seconds
+from trainforge.units import format_bytes
 from trainforge_plugins.text.cache_writer import CacheWriter
 from trainforge_plugins.text.image_store import ImageIndex, ImageWriter, changed_image
 from trainforge_plugins.text.ledger import RowLedger
-from trainforge_plugins.text.pool import WorkerError, tokenise_all, worker_count
+from trainforge_plugins.text.locking import give_head_start, locked
+from trainforge_plugins.text.opening import is_remote
+from trainforge_plugins.text.pool import tokenise_all, worker_count
 from trainforge_plugins.text.rendering import Rendering
 from trainforge_plugins.text.sources import Source
 from trainforge_plugins.text.tokenise import Reading
 from trainforge_plugins.text.tokenizers import Tokenizer
 from trainforge_plugins.text.units import cut_units
 
-VERSION = 3
+VERSION = 4
 READS_UNTIL_RELEASE = 64
 COUNTED_AT_ONCE = 1 << 24
 """Labels that are looked at before their memory is given back: those of a large data set need not fit."""
-LOCK_POLL_S = 0.1
-HEAD_START_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -159,90 +157,30 @@ def open_cache(
         WorkerError: a tokenising process died or got stuck, or the one that builds for all.
     """
     asked = [patterns] if isinstance(patterns, str) else list(patterns)
-    places = [p if p.startswith("package:") else os.path.abspath(Path(p).expanduser()) for p in asked]
-    key = hashlib.sha256(json.dumps([places, request.field, request.tokenizer.name]).encode()).hexdigest()[
-        :20
+    places = [
+        p if p.startswith("package:") or is_remote(p) else os.path.abspath(Path(p).expanduser())
+        for p in asked
     ]
-    folder = root / "text" / key
+    named_by = json.dumps([places, request.field, request.tokenizer.name])
+    folder = root / "text" / hashlib.sha256(named_by.encode()).hexdigest()[:20]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lock = folder / "lock"
         if not first:
-            _wait_for_index(folder, request)
-        with _locked(folder / "lock", console, 2 * request.worker_timeout_s) as progress:
+            give_head_start(lock, lambda: _valid_index(folder, request)[0] is not None)
+        with locked(lock, console, 2 * request.worker_timeout_s) as progress:
             index, reason = _valid_index(folder, request)
             if index is None:
                 if reason:
                     console.note(f"tokenising again: {reason}")
                 index = _build(folder, request, console, lambda done: progress(f"{who}, after {done}"))
-        return TokenCache(folder, index)
+            return TokenCache(folder, index)  # under the lock: another build would remove its files
     except OSError as error:
         size = format_bytes(sum(s.text_bytes for s in request.sources) * request.tokenizer.dtype.itemsize)
         raise DataError(
             f"cannot keep the token cache in {folder}: {error.strerror or error}: set text.cache to a folder that can "
             f"be written and has up to {size} free"
         ) from None
-
-
-def _wait_for_index(folder: Path, request: CacheRequest) -> None:
-    """Give the process that should build a moment to take the lock."""
-    until = time.monotonic() + HEAD_START_S
-    while (
-        time.monotonic() < until
-        and not (folder / "lock").exists()
-        and _valid_index(folder, request)[0] is None
-    ):
-        time.sleep(LOCK_POLL_S)
-
-
-@contextmanager
-def _locked(path: Path, console: Console, patience_s: float) -> Iterator[Callable[[str], None]]:
-    """Hold an exclusive lock on `path`; the system gives it back when this process ends, however that happens.
-
-    Gives the function with which its holder shows those that wait how far it is.
-
-    Raises:
-        WorkerError: who holds it has shown no progress for `patience_s`.
-    """
-    with path.open("a+", encoding="utf-8", errors="replace") as file:
-        if not _taken(file):
-            console.note("waiting for another process, which tokenises the same text")
-            _wait_for_lock(file, path, patience_s)
-
-        def progress(words: str) -> None:
-            file.truncate(0)
-            file.write(words)
-            file.flush()
-
-        yield progress
-        file.truncate(0)
-
-
-def _taken(file: TextIO) -> bool:
-    """Take the lock unless another process has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _shown(path: Path) -> str:
-    return path.read_text("utf-8", "replace")
-
-
-def _wait_for_lock(file: TextIO, path: Path, patience_s: float) -> None:
-    shown, since = _shown(path), time.monotonic()
-    while not _taken(file):
-        now = _shown(path)
-        if now != shown:
-            shown, since = now, time.monotonic()
-        if time.monotonic() > since + patience_s:
-            holder = shown or "another process"
-            raise WorkerError(
-                f"the process that tokenises for the others has been stuck for {format_seconds(patience_s)}: {holder}. "
-                "Look at that part of the file, end the process, or raise text.worker_timeout"
-            )
-        time.sleep(LOCK_POLL_S)
 
 
 def _valid_index(folder: Path, request: CacheRequest) -> tuple[dict[str, Any] | None, str]:
@@ -312,7 +250,11 @@ def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
 def _build(
     folder: Path, request: CacheRequest, console: Console, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Tokenise everything; leaves the new data files and the index that names them."""
+    """Tokenise everything; leaves the new data files and the index that names them.
+
+    Raises:
+        DataError: no row can be used, or a file changed in the meantime.
+    """
     for leftover in folder.glob("*.partial"):
         leftover.unlink()
     ledger = RowLedger(request.strict)
@@ -324,6 +266,11 @@ def _build(
         stack.callback(images.close)
         writer = CacheWriter(files, request.tokenizer, images)
         _tokenise(request, writer, ledger, console, progress)
+        for source in request.sources:
+            if not source.is_current():
+                raise DataError(
+                    f"{source.path} changed while it was tokenised: wait until it is written, and start again"
+                )
         for file in files:
             progress(f"writing {file.name}")
             file.flush()
@@ -371,11 +318,12 @@ def _tokenise(
     progress("starting")
     for source in request.sources:
         if source.size == 0 and isinstance(source.path, Path):
-            ledger.add_empty(source)
+            ledger.add_file(source, "empty file")
     total = sum(source.size for source in request.sources)
     workers = worker_count(request.workers, request.sources, request.tokenizer)
     units = cut_units(request.sources)
     end = np.array([] if request.tokenizer.end is None else [request.tokenizer.end])
+    with_rows = set()
     with console.task("tokenising", total, "B") as task:
         open_document = False
         for unit, piece in tokenise_all(
@@ -388,6 +336,7 @@ def _tokenise(
             if unit.format == "text" and len(piece.tokens) and not open_document:
                 piece.starts = np.zeros(1, np.int64)
                 open_document = True
+            with_rows.add(unit.source)
             ledger.add(unit, piece)
             writer.write_images(piece)
             writer.write(piece.tokens, piece.starts, piece.labels)
@@ -396,5 +345,8 @@ def _tokenise(
                 open_document = False
             task.advance(unit.stop - unit.start)
             progress(str(unit))
+    for number, source in enumerate(request.sources):
+        if source.size and not source.repeat and number not in with_rows:
+            ledger.add_file(source, "file without rows")
     longest = None if request.rendering is None else request.rendering.max_len
     ledger.require_rows(request.field, request.sources, longest)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainforge.errors import ConfigError
-from trainforge_plugins.text.conversation import BadRow, Conversation, Message
+from trainforge_plugins.text.conversation import BadRow, Conversation
 from trainforge_plugins.text.tokenizers import BYTES
 
 if TYPE_CHECKING:
@@ -202,10 +202,6 @@ def _from_file(wanted: str) -> str:
             f"text.template: {wanted} is neither auto, one of {', '.join(BUILT_IN)}, nor a file that can be read "
             f"({getattr(error, 'strerror', None) or 'not UTF-8'})"
         ) from None
-
-
-PROBE = Conversation((Message("user", "question"), Message("assistant", "answer")))
-"""A conversation that every template must take."""
 
 
 def as_text(value: Any) -> str:

@@ -11,6 +11,7 @@ import importlib
 import io
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
 from trainforge.errors import DataError
@@ -48,14 +49,16 @@ Item = tuple["bytes | dict[str, Any] | Fault", int]
 
 def json_shape(start: bytes) -> str:
     """What a .json file holds, by its first bytes: `array`, `lines` (JSONL) or `objects` (over several lines)."""
-    start = start.removeprefix(b"\xef\xbb\xbf")
-    if (start.lstrip()[:1] == b"[" and not _is_line_of_list(start)) or _LIST_IN_OBJECT.match(start):
-        return "array"
-    first = start.lstrip().split(b"\n", 1)[0]
+    start = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+    first, _, rest = start.partition(b"\n")
     opened = closed = 0
     for token in _WITHIN.finditer(first):
         opened += token[0] in b"[{"
         closed += token[0] in b"]}"
+    if start[:1] == b"[" and not _is_line_of_list(start):
+        return "array"
+    if _LIST_IN_OBJECT.match(start) and not (opened <= closed and rest.lstrip()[:1] == b"{"):
+        return "array"
     return "lines" if opened <= closed or len(first) == len(start) else "objects"
 
 
@@ -180,7 +183,7 @@ def csv_items(file: BinaryIO, name: str, delimiter: str) -> Iterator[Item]:
         start = text.readline()
         if delimiter == "," and "," not in start and ";" in start:
             delimiter = ";"
-        reader = csv.reader(_from(start, text), delimiter=delimiter, strict=True)
+        reader = csv.reader(chain([start], text), delimiter=delimiter, strict=True)
         try:
             header = _header(next(reader, []), name)
         except csv.Error as error:
@@ -200,11 +203,6 @@ def csv_items(file: BinaryIO, name: str, delimiter: str) -> Iterator[Item]:
     finally:
         text.detach()
         csv.field_size_limit(previous)
-
-
-def _from(start: str, text: io.TextIOWrapper) -> Iterator[str]:
-    yield start
-    yield from text
 
 
 def _header(cells: list[str], name: str) -> list[str]:

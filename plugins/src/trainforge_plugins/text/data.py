@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainforge.errors import ConfigError, DataError, IncompatibleError
+from trainforge.errors import ConfigError, DataError, IncompatibleError, RanksError
 from trainforge.stages import Batch, Data, PartState
 from trainforge_plugins.text.cache import CacheRequest, TokenCache, open_cache
 from trainforge_plugins.text.chat import choose_template, missing_template
-from trainforge_plugins.text.inputs import find_files, find_inputs, places
+from trainforge_plugins.text.inputs import check_wishes, find_files, find_inputs, places
 from trainforge_plugins.text.ledger import skipped_lines
 from trainforge_plugins.text.order import Permutation
 from trainforge_plugins.text.packing import ConversationRows, Rows, TextRows, collate
@@ -50,7 +50,7 @@ def build_data(ctx: Context, config: TextSection) -> TextData:
             f"{positions}"
         )
     sources = find_inputs(config)
-    _check_wishes(config, sources)
+    check_wishes(config, sources)
     tokenizer = load_tokenizer(ctx, config.tokenizer)
     _check_end_token(tokenizer, ctx.model.vocab_size)
     cache = _open(ctx, config, tokenizer, places(config), sources)
@@ -63,12 +63,32 @@ def build_data(ctx: Context, config: TextSection) -> TextData:
     separate = None
     if isinstance(validation, str | tuple):
         patterns = [validation] if isinstance(validation, str) else list(validation)
-        held_out = _open(ctx, config, tokenizer, patterns, find_files(config, patterns))
+        held_out = _open(ctx, config, tokenizer, patterns, find_files(config, patterns, "text.validation"))
         separate = _rows(ctx, config, tokenizer, held_out)
         validation = None
     rows = _rows(ctx, config, tokenizer, cache)
     split = split_rows(len(rows), _held_out(len(rows), validation))
-    return TextData(ctx, config, tokenizer, cache, rows, split, separate)
+    data = TextData(ctx, config, tokenizer, cache, rows, split, separate)
+    _check_agreement(ctx, data)
+    return data
+
+
+def _check_agreement(ctx: Context, data: TextData) -> None:
+    """Every rank must have the same samples; ranks of another machine read files of their own.
+
+    Raises:
+        RanksError: one has others; says in what they differ.
+    """
+    first, *others = ctx.comm.gather(data.facts()) if ctx.world > 1 else [{}]
+    for rank, facts in enumerate(others, start=1):
+        different = [
+            f"{name} is {facts[name]} and not {first[name]}" for name in first if facts[name] != first[name]
+        ]
+        if different:
+            raise RanksError(
+                f"rank {rank} has other samples than rank 0: {'; '.join(different)}: give every machine the same files "
+                "and tokenizer"
+            )
 
 
 def _pictures(ctx: Context, config: TextSection, cache: TokenCache) -> Pictures | None:
@@ -80,24 +100,6 @@ def _pictures(ctx: Context, config: TextSection, cache: TokenCache) -> Pictures 
 
     processor = load_processor(chosen_tokenizer(ctx, config.tokenizer), own_code_allowed(ctx))
     return Pictures(cache.images, processor)
-
-
-def _check_wishes(config: TextSection, sources: Sequence[Source]) -> None:
-    """Refuse keys that could change nothing with what the files hold."""
-    formats = {source.format for source in sources}
-    if config.field != "text" and formats == {"text"}:
-        raise DataError(
-            f"text.field is {config.field!r}, but {', '.join(places(config))} holds plain text, which has no fields: "
-            "leave text.field out, or set text.format to jsonl"
-        )
-    if "chat" in formats:
-        return
-    for name in ("template", "train_on", "too_long", "packing", "image_dir"):
-        if getattr(config, name) != type(config).model_fields[name].default:
-            raise ConfigError(
-                f"text.{name} is for conversations, and these files hold other text: leave it out, or set text.format "
-                "to how their rows hold conversations"
-            )
 
 
 def _rows(ctx: Context, config: TextSection, tokenizer: Tokenizer, cache: TokenCache) -> Rows:
@@ -299,7 +301,13 @@ class TextData(Data):
             line += f", {held:,} rows held out for validation"
         if self.tokenizer.end is None:
             line += "; the tokenizer has no end token, so documents follow each other without one"
-        return [line, *self._of_conversations(), *skipped_lines(cache.ledger)]
+        notes = self._of_conversations()
+        if held and self._separate is None and cache.ledger.get("repeated"):
+            notes.append(
+                "rows that come more than once (text.sources) are trained on and held out as well, so the validation "
+                "loss is too low: set text.validation to other files"
+            )
+        return [line, *notes, *skipped_lines(cache.ledger)]
 
     def _of_conversations(self) -> list[str]:
         """What is learnt of them, how full the rows are, and how many were cut, if any were."""
@@ -343,6 +351,11 @@ class TextData(Data):
             "rows held out (text.validation)": self._split.held_out,
             "order": ORDER_VERSION,
         }
+
+    def facts(self) -> dict[str, Any]:
+        """All that must be the same on every rank, as plain data, by names for a person."""
+        held_out = None if self._separate is None else len(self._separate)
+        return {**self._fingerprint(), "rows for validation": held_out}
 
     def state(self) -> PartState:
         """The epoch, the samples consumed in it over all ranks, and what decides which samples those were."""

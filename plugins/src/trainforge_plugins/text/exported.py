@@ -15,6 +15,7 @@ from trainforge_plugins.text.tokenizers import (
     Tokenizer,
     chosen_tokenizer,
     load_tokenizer,
+    own_code_allowed,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class RunTokenizer:
 
     def __init__(self, ctx: Context, config: TextSection) -> None:
         self._name = chosen_tokenizer(ctx, config.tokenizer)
-        self._code = bool(getattr(ctx.model_config, "trust_remote_code", False))
+        self._code = own_code_allowed(ctx)
         self._tokenizer: Tokenizer = load_tokenizer(ctx, config.tokenizer)
 
     def encode(self, text: str) -> list[int]:

@@ -7,6 +7,7 @@ that an image which is put right is noticed), and int64 pairs: the document, and
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -77,18 +78,24 @@ class ImageIndex:
         places = (
             np.fromfile(folder / names[1], np.int64).reshape(-1, 2) if names else np.empty((0, 2), np.int64)
         )
-        self._path = folder / names[0] if names else None
+        self._map = (
+            _map(folder / names[0]) if names else b""
+        )  # stays readable when another build removes the file
         used = places[places[:, 0] != NO_DOCUMENT]
         self.documents, self._lines = used[:, 0].copy(), used[:, 1].copy()
 
     def of(self, document: int) -> list[ImageFile]:
         """The images of a document, in order; empty when it has none."""
         at = int(np.searchsorted(self.documents, document))
-        if self._path is None or at == len(self.documents) or self.documents[at] != document:
+        if at == len(self.documents) or self.documents[at] != document:
             return []
-        with self._path.open("rb") as file:
-            file.seek(int(self._lines[at]))
-            return _images(file.readline())
+        line = int(self._lines[at])
+        return _images(self._map[line : self._map.find(b"\n", line)])
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def changed_image(folder: Path, index: dict[str, Any]) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from trainforge.errors import DataError
+from trainforge.errors import ConfigError, DataError
 from trainforge_plugins.text.containers import Fault
 from trainforge_plugins.text.conversation import BadRow
 from trainforge_plugins.text.formats import ChatFormat, RowFormat, to_conversation
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 PEEKED_ROWS = 100
 PEEKED_BYTES = 1 << 16
+OF_CONVERSATIONS = ("columns", "tags", "template", "train_on", "too_long", "packing", "image_dir")
 
 
 def find_inputs(config: TextSection) -> list[Source]:
@@ -33,7 +35,13 @@ def find_inputs(config: TextSection) -> list[Source]:
         names = [config.dataset] if isinstance(config.dataset, str) else config.dataset
         found = []
         for entry in read_registry(config.dataset_dir, names):
-            for source in find_sources(entry.path, "jsonl", "text.dataset"):
+            sources = find_sources(entry.path, "jsonl", "text.dataset")
+            if entry.limit is not None and len(sources) > 1:
+                raise DataError(
+                    f"text.dataset: num_samples of {entry.name!r} is for one file, and {entry.path} holds "
+                    f"{len(sources)}: name one of them as file_name, or leave num_samples out"
+                )
+            for source in sources:
                 source = dataclasses.replace(source, format="chat", rows=entry.rows, limit=entry.limit)
                 found.append(dataclasses.replace(source, has_images=has_images(source)))
         return _of_one_kind(found)
@@ -49,7 +57,7 @@ def find_inputs(config: TextSection) -> list[Source]:
                 found += _passes(source, part.weight, f"text.sources[{number}].weight")
         return _of_one_kind(found)
     assert config.path is not None
-    return find_files(config, config.path)
+    return find_files(config, config.path, "text.path")
 
 
 def places(config: TextSection) -> list[str]:
@@ -63,14 +71,44 @@ def places(config: TextSection) -> list[str]:
     ]
 
 
-def find_files(config: TextSection, patterns: str | Sequence[str]) -> list[Source]:
-    """The files that `patterns` name, read as the section says: `text.path`, or those for validation.
+def check_wishes(config: TextSection, sources: Sequence[Source]) -> None:
+    """Refuse keys that could change nothing with what the files hold.
+
+    Raises:
+        ConfigError: there is one; names it.
+    """
+    formats = {source.format for source in sources}
+    fields = type(config).model_fields
+    changed = [name for name, field in fields.items() if getattr(config, name) != field.default]
+    if "field" in changed and "jsonl" not in formats:
+        what = "conversations, which have columns" if "chat" in formats else "plain text, which has no fields"
+        raise ConfigError(
+            f"text.field is {config.field!r}, but {', '.join(places(config))} holds {what}: leave text.field out, or "
+            "set text.format to jsonl"
+        )
+    if "chat" in formats:
+        return
+    of_sources = [
+        f"sources[{number}].{name}"
+        for number, source in enumerate(config.sources or ())
+        for name in ("columns", "tags")
+        if getattr(source, name)
+    ]
+    for name in [*of_sources, *(name for name in OF_CONVERSATIONS if name in changed)]:
+        raise ConfigError(
+            f"text.{name} is for conversations, and these files hold other text: leave it out, or set text.format "
+            "to how their rows hold conversations"
+        )
+
+
+def find_files(config: TextSection, patterns: str | Sequence[str], option: str) -> list[Source]:
+    """The files that `patterns` name, read as the section says; `option` is what the recipe calls them.
 
     Raises:
         DataError: a file cannot be found or read, or conversations and other text are mixed.
     """
     rows = _row_format(config.format, config.columns, config.tags)
-    return _of_one_kind(_found(patterns, config.format, rows, config.field, "text.path"))
+    return _of_one_kind(_found(patterns, config.format, rows, config.field, option))
 
 
 def has_images(source: Source) -> bool:
@@ -97,13 +135,10 @@ def _found(
     )
     found = []
     for source in find_sources(patterns, wanted, option):
-        if (
-            source.format == "jsonl"
-            and format != "jsonl"
-            and _holds_conversations(source, format, rows, field)
-        ):
-            source = dataclasses.replace(source, format="chat", rows=rows)
-            source = dataclasses.replace(source, has_images=has_images(source))
+        if source.format == "jsonl" and format != "jsonl":
+            source = dataclasses.replace(source, rows=rows)
+            if _holds_conversations(source, format, rows, field):
+                source = dataclasses.replace(source, format="chat", has_images=has_images(source))
         found.append(source)
     return found
 
@@ -140,11 +175,24 @@ def _passes(source: Source, weight: float, option: str) -> list[Source]:
 
 
 def _of_one_kind(sources: list[Source]) -> list[Source]:
+    """The sources, those that show no row of theirs taken for what the others are.
+
+    Raises:
+        DataError: conversations and other text are mixed.
+    """
     chat = next((source for source in sources if source.format == "chat"), None)
-    other = next((source for source in sources if source.format != "chat"), None)
-    if chat is not None and other is not None:
-        raise DataError(
-            f"{chat.path} holds conversations and {other.path} other text, which cannot be trained on in one run: "
-            "name files of one kind, or set text.format"
-        )
-    return sources
+    if chat is None:
+        return sources
+    for source in sources:
+        if source.format != "chat" and not _shows_no_row(source):
+            raise DataError(
+                f"{chat.path} holds conversations and {source.path} other text, which cannot be trained on in one run: "
+                "name files of one kind, or set text.format"
+            )
+    return [dataclasses.replace(source, format="chat") for source in sources]
+
+
+def _shows_no_row(source: Source) -> bool:
+    if source.format == "text":
+        return source.size == 0 and isinstance(source.path, Path)
+    return next(_first_rows(source), None) is None

@@ -34,9 +34,8 @@ def inspect(ctx: Context, config: TextSection, rows: int) -> None:
     Lengths as a histogram, a few rows as the model reads them (what is learnt is green, or in [[ ]] where there are no
     colours), and each row that is not used, with the reason.
     """
-    from trainforge_plugins.text.data import (
-        build_data,
-    )  # torch comes with it, and help must not wait for that
+    # torch comes with it, and help must not wait for that
+    from trainforge_plugins.text.data import build_data
 
     data = build_data(ctx, config)
     console = ctx.console
@@ -115,7 +114,7 @@ def ledger_lines(ledger: dict[str, Any]) -> list[str]:
         f"{sum(entry['count'] for entry in ledger['skipped'].values()):,} skipped"
     ]
     for reason, entry in ledger["skipped"].items():
-        lines.append(f"{entry['count']:,} skipped: {reason}")
+        lines.append(f"{entry['count'] or len(entry['rows']):,} skipped: {reason}")
         lines += [f"  {row}" for row in entry["rows"]]
         if entry["count"] > len(entry["rows"]):
             lines.append(f"  and {entry['count'] - len(entry['rows']):,} more")

@@ -129,10 +129,8 @@ class _Skeleton:
         known = _pieces(conversation)
         pieces, contents = [self.parts[0]], []
         before = after = len(self.parts[0])
-        befores, shifts = (
-            [0],
-            [0],
-        )  # from this character with sentinels on, a place is so much further on with contents
+        # from this character with sentinels on, a place is so much further on with contents
+        befores, shifts = [0], [0]
         for number, own in zip(self.parts[1::2], self.parts[2::2], strict=True):
             message, content = known[int(number)]
             contents.append((message, (after, after + len(content))))
@@ -168,6 +166,7 @@ class Labeller:
         template: the chat template.
         tokenizer: gives ids.
         train_on: `assistant`: every assistant turn and its end token; `last`: only the last one; `all`: every token.
+            A turn that its row asks not to learn (`Message.trained`) is left out of each.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, train_on: TrainOn) -> None:
@@ -199,9 +198,8 @@ class Labeller:
         turns = [(i, Turn(token[t.start], token[t.end], token[t.stop])) for i, t in rendered.turns]
         messages = conversation.messages
         supervised = np.full(len(ids), self._train_on == "all")
-        if self._train_on != "all":
-            for number, turn in turns[-1:] if self._train_on == "last" else turns:
-                supervised[turn.start : turn.stop] = messages[number].trained
+        for number, turn in turns[-1:] if self._train_on == "last" else turns:
+            supervised[turn.start : turn.stop] = messages[number].trained
         spans = tuple((token[start], token[stop]) for start, stop in images)
         for start, stop in spans:
             supervised[start:stop] = False
@@ -219,10 +217,14 @@ class Labeller:
             BadRow: the template changes or leaves out a content, or marks no end.
         """
         for number, message in enumerate(conversation.messages, start=1):
-            if found := self._control.search(message.content + message.reasoning):
-                raise BadRow(
-                    "a message holds a control token of the tokenizer", f"{found[0]} in message {number}"
-                )
+            called = as_text(message.tool_calls) if message.tool_calls else ""
+            for text in (message.content, message.reasoning, message.name, message.tool_call_id, called):
+                if found := self._control.search(text):
+                    raise BadRow(
+                        "a message holds a control token of the tokenizer", f"{found[0]} in message {number}"
+                    )
+        if conversation.tools and (found := self._control.search(as_text(conversation.tools))):
+            raise BadRow("the tools hold a control token of the tokenizer", found[0])
         shape = _shape(conversation)
         skeleton = self._skeletons.get(shape) if shape is not None else None
         if skeleton is not None and self._template.verbatim:

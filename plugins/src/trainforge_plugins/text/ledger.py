@@ -59,9 +59,9 @@ class RowLedger:
         new = [name for name in piece.fields if name not in self.fields]
         self.fields += new[: SHOWN_FIELDS - len(self.fields)]
 
-    def add_empty(self, source: Source) -> None:
-        """Note a file without a byte."""
-        self._skip("empty file", 0, [str(source.path)])
+    def add_file(self, source: Source, reason: str) -> None:
+        """Note a file that gives no rows."""
+        self._skip(reason, 0, [str(source.path)])
 
     def _skip(self, reason: str, count: int, rows: Sequence[str]) -> None:
         if self._strict and rows and reason != LEFT_OUT:

@@ -189,7 +189,7 @@ def pack(
     orders, counts = (
         [np.empty(0, np.int64)],
         [0],
-    )  # arrays: they take less memory than the rows of one window as lists
+    )  # arrays take less memory than the rows of one window as lists
     single = np.zeros(len(sizes), bool) if alone is None else alone
     for begin in range(0, len(sizes), window):
         here = np.arange(begin, min(begin + window, len(sizes)))

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from trainforge.errors import DataError
 from trainforge_plugins.text.conversation import BadRow
 from trainforge_plugins.text.image_store import ImageIndex
@@ -36,11 +34,6 @@ class Pictures:
         threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="images")
         self._asked: dict[int, Future[dict[str, Tensor]]] = {}
-
-    @property
-    def documents(self) -> np.ndarray:
-        """The documents that have images, ascending, int64."""
-        return self._index.documents
 
     def prepare(self, documents: Sequence[int]) -> None:
         """Begin with the images of `documents`, and forget what was begun for others."""

@@ -50,7 +50,8 @@ def fit(encoded: Encoded, max_len: int, too_long: TooLong) -> Fitted:
 
     - `drop`: one that is longer is not used.
     - `cut_prompt`: tokens are taken from the middle of the contents of system, user and tool turns, always from the
-      longest, until it fits. The template's own tokens and all that the assistant writes stay.
+      longest, until it fits. The template's own tokens and all that the assistant writes stay. The prompt's token
+      behind a gap has no label: it does not follow what stands before the gap.
     - `cut_tail`: turns that do not fit are left off at the end. An assistant turn that fits in part keeps its
       beginning and its end token, but the end token has no label: the answer does not end there.
 
@@ -83,10 +84,16 @@ def _without_middles(encoded: Encoded, max_len: int) -> tuple[np.ndarray, np.nda
             "longer than text.max_len even with its prompts cut to nothing", len(encoded.ids) - removable
         )
     keep = np.ones(len(encoded.ids), bool)
+    answers = np.zeros(len(encoded.ids), bool)
+    for turn in encoded.turns:
+        answers[turn.start : turn.stop] = True
+    supervised = encoded.supervised.copy()
     for (start, stop), left in zip(encoded.prompts, levelled(lengths, sum(lengths) - excess), strict=True):
-        head = (left + 1) // 2
-        keep[start + head : stop - (left - head)] = False
-    return keep, encoded.supervised
+        gap, resume = start + (left + 1) // 2, stop - left // 2
+        keep[gap:resume] = False
+        if gap < resume < len(keep):
+            supervised[resume] &= answers[resume]
+    return keep, supervised
 
 
 def levelled(lengths: list[int], total: int) -> list[int]:

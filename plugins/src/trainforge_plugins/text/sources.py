@@ -80,6 +80,16 @@ class Source:
         plain = self.format == "text" or self.container == "lines"
         return plain and not self.compression and isinstance(self.path, Path) and self.limit is None
 
+    def is_current(self) -> bool:
+        """Whether the file has the size and time that it had; of an address nobody asks again."""
+        if not isinstance(self.path, Path):
+            return True
+        try:
+            status = self.path.stat()
+        except OSError:
+            return False
+        return (status.st_size, status.st_mtime_ns) == (self.size, self.mtime_ns)
+
     @property
     def text_bytes(self) -> int:
         """Bytes of text, about."""

@@ -76,7 +76,7 @@ def _message(turn: Any, column: str, tags: Tags, complete: bool) -> Message:
     role = _role(turn, column, tags)
     key = next((name for name in tags.content_keys if turn.get(name) is not None), tags.content_keys[-1])
     if role == CALL:
-        return Message("assistant", "", tool_calls=_calls(turn.get(key), key))
+        return Message("assistant", "", tool_calls=_calls(turn.get(key), key), trained=_is_trained(turn))
     content, images = _content(turn.get(key), key)
     if role == "assistant":
         return replace(_assistant(turn, content, key, complete), images=images)
@@ -139,7 +139,11 @@ def _assistant(turn: dict[str, Any], content: str, key: str, complete: bool) -> 
     if complete and not calls and not content.strip():
         raise BadRow(f"{key!r} of an assistant turn is empty")
     reasoning = _optional(turn, "reasoning_content") or _optional(turn, "reasoning")
-    return Message("assistant", content, calls, reasoning=reasoning, trained=turn.get("weight") != 0)
+    return Message("assistant", content, calls, reasoning=reasoning, trained=_is_trained(turn))
+
+
+def _is_trained(turn: dict[str, Any]) -> bool:
+    return bool(turn.get("weight") != 0)
 
 
 def _optional(turn: dict[str, Any], key: str) -> str:

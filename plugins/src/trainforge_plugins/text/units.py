@@ -148,8 +148,10 @@ def _blocks(source: Source, unit_bytes: int) -> Iterator[_Part]:
     with open_plain(source.path, source.compression) as (file, raw):
         rest = file.read(unit_bytes).removeprefix(BYTE_ORDER_MARK)
         start = 0
-        while rest and rows_left != 0:
+        while rows_left != 0:
             more = file.read(unit_bytes)
+            if not rest and not more:
+                return
             block, rest = _first_block(rest + more, source.format, unit_bytes, not more)
             if rows_left is not None and source.format != "text":
                 block, rows_left = _first_rows(block, rows_left)

@@ -60,7 +60,7 @@ def text_of(value: Any, column: str, required: bool = False) -> str:
 
 
 def _number(value: int | float, column: str) -> str:
-    if not math.isfinite(value) if isinstance(value, float) else False:
+    if isinstance(value, float) and not math.isfinite(value):
         raise BadRow(f"{column!r} is not text", "it is a number that is not finite")
     try:
         return value.text if isinstance(value, JsonFloat) else json.dumps(value)

@@ -47,7 +47,10 @@ def main() -> None:
     from trainforge_plugins.text.tokenise import Tokeniser
 
     connection = Connection(descriptor)
-    spec, reading = connection.recv()
+    try:
+        spec, reading = connection.recv()
+    except (EOFError, ConnectionError):  # the main process gave up while this one was importing
+        return
     serve(connection, Tokeniser(spec.make(), reading).tokenise)
 
 
