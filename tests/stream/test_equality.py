@@ -22,7 +22,7 @@ TEXT = {
     "qwen2 untied": ("qwen2", {"tie_word_embeddings": False}),
     "qwen3_moe": ("qwen3_moe", ROUTER),
     "mixtral": ("mixtral", ROUTER),
-    "gemma2": ("gemma2", {"attn_logit_softcapping": 3.0}),
+    "gemma2 tied": ("gemma2", {"attn_logit_softcapping": 3.0}),
     "qwen3_next": ("qwen3_next", {}),
 }
 TINY = {"dropout": 0.2, "auxiliary": 0.1, "freeze": ("blocks.0.up.weight", "blocks.1.out.bias")}
