@@ -100,7 +100,7 @@ def _hidden() -> None:
     bound = max(forward, update) + max(3 * forward, link)
     show(
         "stream_cpu_hidden",
-        f"Median of {STEPS} steps after {WARMUP}. {BLOCKS} blocks; {FORWARD_MS:g} ms of forward each, {LINK_MS:g} ms for "
+        f"Median of {STEPS} steps after {WARMUP}. {BLOCKS} blocks; {FORWARD_MS:g} ms of forward, {LINK_MS:g} ms for "
         f"its weights or gradients on the link, {UPDATE_MS:g} ms for its update. All sleep instead of working.",
         ("what", "ms", "step / it"),
         [

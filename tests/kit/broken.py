@@ -117,7 +117,7 @@ class SumOfSquares(ReferenceMemory):
 class RecomputesWithOtherDropout(ReferenceMemory):
     def __init__(self, ctx):
         super().__init__(ctx)
-        self.shift = int(ctx.train.recompute)
+        self.shift = int(ctx.train.recompute is True)
 
     def forward_backward(self, batches, scale, sink):
         return super().forward_backward([replace(b, seed=b.seed + self.shift) for b in batches], scale, sink)

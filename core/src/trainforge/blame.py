@@ -54,6 +54,6 @@ def _what_to_lower(ctx: Context, doing: str) -> str:
     ways = []
     if ctx.batching.micro_batch > 1:
         ways.append(f"lower train.micro_batch (now {ctx.batching.micro_batch}; global_batch stays as it is)")
-    if not ctx.train.recompute:
+    if ctx.train.recompute is not True:
         ways.append("set train.recompute to true")
     return ", or ".join([*ways, f"lower train.loss_chunk (now {ctx.train.loss_chunk})"])

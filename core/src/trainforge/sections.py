@@ -111,8 +111,10 @@ class TrainSection(Section):
         "auto",
         description="of the working copies; masters are fp32. `auto`: bf16 on an accelerator, fp32 on a CPU",
     )
-    recompute: bool = Field(
-        False, description="recompute each block in backward instead of keeping its activations"
+    recompute: bool | Literal["auto"] = Field(
+        "auto",
+        description="recompute each block in backward instead of keeping its activations; `auto` leaves it to the "
+        "memory plugin, which keeps what it has room for",
     )
     compile: bool = Field(False, description="compile each block with torch.compile")
     loss_chunk: int = Field(

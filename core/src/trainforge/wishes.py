@@ -30,7 +30,7 @@ def check_wishes(ctx: Context) -> None:
 
 def _of_blocks(ctx: Context) -> Iterator[str]:
     for key in ("recompute", "compile"):
-        if getattr(ctx.train, key) and not ctx.model.blocks:
+        if getattr(ctx.train, key) is True and not ctx.model.blocks:
             yield f"train.{key} works block by block, and this model names no repeated blocks: set it to false"
 
 

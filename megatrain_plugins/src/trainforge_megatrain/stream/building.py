@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +17,7 @@ from trainforge_megatrain.stream.decision import Decision, decide, locking, plac
 from trainforge_megatrain.stream.forecast import Rates
 from trainforge_megatrain.stream.limits import budget_of
 from trainforge_megatrain.stream.memory import Stream
+from trainforge_megatrain.stream.oom import explained_memory
 from trainforge_megatrain.stream.rates import rates_of_this_machine
 from trainforge_megatrain.stream.sizes import Sizes
 from trainforge_megatrain.stream.units import Unit
@@ -27,6 +29,7 @@ def build(ctx: Context, section: StreamSection) -> Stream:
     Raises:
         ConfigError: the budget, or host RAM, is too small; nothing has been loaded.
     """
+    decided: list[Decision] = []
 
     def place(units: Sequence[Unit]) -> bool:
         budget = budget_of(ctx, section)
@@ -39,9 +42,13 @@ def build(ctx: Context, section: StreamSection) -> Stream:
                 raise ConfigError(made.refusal)
             ctx.console.warn(f"stream.oversubscribe: starting although {made.refusal}")
         _report(ctx, section, made)
+        decided.append(made)
         return made.sizes.offload
 
-    return Stream(ctx, section, Streams(ctx.device), ThreadPoolExecutor(1, "update"), place)
+    memory = Stream(ctx, section, Streams(ctx.device), ThreadPoolExecutor(1, "update"), place)
+    memory.explained = functools.partial(explained_memory, decided[0].device, decided[0].sizes)
+    memory.closing.callback(_lift_limit, ctx.device)
+    return memory
 
 
 def _rates(ctx: Context, section: StreamSection) -> Rates | None:
@@ -63,6 +70,12 @@ def _limit(device: torch.device, budget: int | None) -> None:
     module = torch.get_device_module(device)
     _, total = module.mem_get_info(device)
     module.set_per_process_memory_fraction(min(1.0, budget / total), device)
+
+
+def _lift_limit(device: torch.device) -> None:
+    """The budget is the run's, not the process's."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_per_process_memory_fraction(1.0, device)
 
 
 def _report(ctx: Context, section: StreamSection, made: Decision) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainforge.stages import ModelSpec
-from trainforge_megatrain.stream.sizes import Sizes, hidden_bytes, recomputed
+from trainforge_megatrain.stream.sizes import Sizes, hidden_bytes
 from trainforge_megatrain.stream.units import Place, Unit
 
 _BOXES = 2  # `gradients` has so many for blocks
@@ -114,10 +114,9 @@ def forecast(units: Sequence[Unit], model: ModelSpec, sizes: Sizes, rates: Rates
 def _works(units: Sequence[Unit], model: ModelSpec, sizes: Sizes, rates: Rates) -> dict[Unit, Work]:
     flops = step_flops(units, model, sizes)
     inputs = hidden_bytes(sizes) * sizes.micro_batches if sizes.offload else 0
-    runs_again = recomputed(units, sizes)
     works = {}
     for unit in units:
-        again = unit in runs_again
+        again = unit.recomputed
         there = unit.place is Place.DEVICE
         works[unit] = Work(
             forward=flops[unit] / 3 / rates.compute,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -51,12 +51,17 @@ WAITS = (
 class Stream(Memory):
     """Masters, moments and gradients in host RAM, as far as they do not fit on the device.
 
+    Attributes:
+        explained: `explained(doing)` is a context that words what goes wrong for lack of device memory.
+        closing: what else is to be undone at the end.
+
     Args:
         ctx: the run.
         section: this plugin's part of the recipe.
         streams: of the device, or a fake.
         worker: does the updates in host RAM, one at a time and in order.
-        place: sets each unit's place, and says whether the inputs of recomputed blocks go to host RAM.
+        place: sets each unit's place, and whether it runs again in backward; says whether the inputs of those that do
+            go to host RAM.
     """
 
     def __init__(
@@ -74,6 +79,8 @@ class Stream(Memory):
             raise ConfigError(
                 "every parameter is frozen, so there is nothing to train: let some have gradients"
             )
+        for unit in self.units:
+            unit.again = ctx.train.recompute is True
         offload = place(self.units)
         self.dtype = working_dtype(ctx.train, ctx.device)
         sums = torch.float32 if ctx.batching.accumulate > 1 else self.dtype
@@ -91,8 +98,9 @@ class Stream(Memory):
         self.blocks = [unit for unit in self.units if unit.block is not None]
         self.others = [unit for unit in self.units if unit.block is None]
         self.head = [unit for unit in self.units[-1:] if self.blocks and unit.block is None]
-        self.recomputed = {u for u in self.blocks if ctx.train.recompute or u.place is Place.STREAMED}
         self.walk: Walk | None = None
+        self.explained: Callable[[str], AbstractContextManager[None]] = lambda doing: nullcontext()
+        self.closing = ExitStack()
         self._steps = 0
         self._bind()
         self._intercept(ctx)
@@ -164,7 +172,10 @@ class Stream(Memory):
 
     def forward_backward(self, batches: Sequence[Batch], scale: float, sink: Sink) -> Tensor:
         """Take all micro-batches through the blocks side by side; those without a supervised token are left out."""
-        contributing = [batch for batch in batches if batch.supervised > 0]
+        with self.explained("running forward and backward"):
+            return self._forward_backward([b for b in batches if b.supervised > 0], scale, sink)
+
+    def _forward_backward(self, contributing: Sequence[Batch], scale: float, sink: Sink) -> Tensor:
         total = torch.zeros((), device=self.device)
         self.grads.begin()
         self._steps += 1
@@ -213,7 +224,7 @@ class Stream(Memory):
     def _call_block(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the model calls instead of a block."""
         if self.walk is not None and torch.is_grad_enabled():
-            return self.walk.block(unit, forward, args, kwargs, recompute=unit in self.recomputed)
+            return self.walk.block(unit, forward, args, kwargs, recompute=unit.recomputed)
         self._enter(unit, 1)
         return forward(*args, **kwargs)
 
@@ -315,6 +326,7 @@ class Stream(Memory):
         self.streams.close()
         for handle in self._handles:
             handle.remove()
+        self.closing.close()
 
 
 def _flat_buffer(unit: Unit) -> FlatBuffer:

@@ -3,7 +3,8 @@
 What must lie on the device comes first: slots, boxes for gradients, activations, logits. What the budget leaves can
 hold whole units, in forward order (their update is the one that the next forward would wait for, and they neither
 travel nor wait), or only weights of further blocks (an upload per step saved, for 2 bytes per parameter). Every number
-of the former is tried, with as many of the latter as still fit, and `forecast` says which is fastest.
+of the former is tried, with as many of the latter as still fit, and `forecast` says which is fastest. What is left then
+keeps the activations of blocks that need not run again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Placement:
 
     Attributes:
         places: of the units, in forward order.
+        again: which of them run again in backward.
         offload: the inputs of recomputed blocks wait in host RAM.
         missing: bytes that the device, and that host RAM, lack for it.
         seconds: of a step; 0 when nobody knows.
@@ -38,6 +40,7 @@ class Placement:
     """
 
     places: tuple[Place, ...]
+    again: tuple[bool, ...]
     offload: bool
     missing: tuple[int, int]
     seconds: float
@@ -45,8 +48,8 @@ class Placement:
 
     def apply(self, units: Sequence[Unit]) -> None:
         """Give the units these places."""
-        for unit, its in zip(units, self.places, strict=True):
-            unit.place = its
+        for unit, its, again in zip(units, self.places, self.again, strict=True):
+            unit.place, unit.again = its, again
 
 
 def place(units: Sequence[Unit], sizes: Sizes, room: Room, seconds: Callable[[], float] | None) -> Placement:
@@ -58,6 +61,7 @@ def place(units: Sequence[Unit], sizes: Sizes, room: Room, seconds: Callable[[],
         seconds: of a step, with the units placed as they are; None fills the device in forward order.
     """
     as_streamed(units)
+    _run_again(units, sizes)
     if room.device is None or not _fits(units, sizes, room.device):
         return _judged(units, sizes, room, seconds)
     tried = []
@@ -68,8 +72,10 @@ def place(units: Sequence[Unit], sizes: Sizes, room: Room, seconds: Callable[[],
                 continue
             streamed = [one for one in units if one.place is Place.STREAMED]
             _keep(streamed, units, sizes, room.device)
+            _keep_activations(units, sizes, room.device)
             tried.append(_judged(units, sizes, room, seconds))
             _keep_last(streamed, 0)
+            _run_again(units, sizes)
     best = better(tried)
     best.apply(units)
     return best
@@ -102,7 +108,8 @@ def _judged(
         0 if room.host is None else max(0, host - room.host),
     )
     places = tuple(unit.place for unit in units)
-    return Placement(places, sizes.offload, missing, 0.0 if seconds is None else seconds(), host)
+    again = tuple(unit.again for unit in units)
+    return Placement(places, again, sizes.offload, missing, 0.0 if seconds is None else seconds(), host)
 
 
 def _fits(units: Sequence[Unit], sizes: Sizes, budget: int) -> bool:
@@ -132,3 +139,19 @@ def _keep_last(streamed: Sequence[Unit], count: int) -> None:
     first = len(streamed) - count
     for index, unit in enumerate(streamed):
         unit.place = Place.KEPT if index >= first else Place.STREAMED
+
+
+def _run_again(units: Sequence[Unit], sizes: Sizes) -> None:
+    for unit in units:
+        unit.again = sizes.recompute is not False
+
+
+def _keep_activations(units: Sequence[Unit], sizes: Sizes, budget: int) -> None:
+    """Where the choice is left: have as many blocks as fit keep their activations, the last ones first."""
+    if sizes.recompute != "auto":
+        return
+    for unit in reversed([one for one in units if one.block is not None and one.place is not Place.STREAMED]):
+        unit.again = False
+        if not _fits(units, sizes, budget):
+            unit.again = True
+            return

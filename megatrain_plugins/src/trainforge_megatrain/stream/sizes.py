@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -46,7 +47,7 @@ class Sizes:
         head: trained elements of the output head, whose gradients are added up in fp32.
         active: the share of experts that a token is sent to.
         slots: blocks that have room on the device at the same time.
-        recompute: every block runs again in backward; streamed ones always do.
+        recompute: blocks run again in backward; "auto" is for those that there is no room for. Streamed ones always do.
         offload: the inputs of recomputed blocks wait in host RAM.
     """
 
@@ -64,7 +65,7 @@ class Sizes:
     head: int
     active: float
     slots: int
-    recompute: bool
+    recompute: bool | Literal["auto"]
     offload: bool = False
 
     @classmethod
@@ -128,7 +129,11 @@ def on_host(units: Sequence[Unit], sizes: Sizes) -> dict[str, int]:
     """Bytes in host RAM by what holds them, for units placed as they are. Nothing is rounded up."""
     here = [unit for unit in units if unit.place is not Place.DEVICE]
     trained = sum(unit.trained for unit in here)
-    inputs = sizes.micro_batches * len(recomputed(units, sizes)) * hidden_bytes(sizes) if sizes.offload else 0
+    inputs = (
+        sizes.micro_batches * sum(unit.recomputed for unit in units) * hidden_bytes(sizes)
+        if sizes.offload
+        else 0
+    )
     masters = "fp32 masters" if sizes.master == 4 else "lower halves of masters"
     needs = {
         "weights" if sizes.master else "weights (the fp32 masters)": sizes.compute
@@ -153,11 +158,6 @@ def page_locked(units: Sequence[Unit], sizes: Sizes) -> int:
     here = [unit for unit in units if unit.place is not Place.DEVICE]
     inputs = on_host(units, sizes).get("block inputs", 0)
     return inputs + sum(unit.layout.length * sizes.compute + unit.trained * sizes.travel for unit in here)
-
-
-def recomputed(units: Sequence[Unit], sizes: Sizes) -> set[Unit]:
-    """The blocks that run again in backward."""
-    return {u for u in units if u.block is not None and (sizes.recompute or u.place is Place.STREAMED)}
 
 
 def hidden_bytes(sizes: Sizes) -> int:
@@ -192,16 +192,15 @@ def on_device(units: Sequence[Unit], sizes: Sizes) -> dict[str, int]:
 def _activations(units: Sequence[Unit], sizes: Sizes) -> dict[str, int]:
     """What a step holds beside weights. A block at work and the loss are not there together: the larger counts."""
     blocks = [unit for unit in units if unit.block is not None]
-    again = recomputed(units, sizes)
     inside = {unit: kept_by_autograd(unit, sizes) for unit in blocks}
     hidden = hidden_bytes(sizes)
-    inputs = sizes.micro_batches * len(again)
+    inputs = sizes.micro_batches * sum(unit.recomputed for unit in units)
     block = round(_BACKWARD * max(inside.values(), default=0))
     loss = _loss(sizes)
     work = "one block at work" if block >= loss else "logits of one chunk, and the head's gradient"
     return {
         "block inputs": hidden * (min(inputs, _INPUTS_ON_THEIR_WAY) if sizes.offload else inputs),
-        "activations kept": sizes.micro_batches * sum(inside[u] for u in blocks if u not in again),
+        "activations kept": sizes.micro_batches * sum(inside[u] for u in blocks if not u.recomputed),
         "hidden states": 6 * sizes.micro_batches * hidden,
         work: max(block, loss),
     }

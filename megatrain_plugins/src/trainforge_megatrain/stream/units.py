@@ -66,6 +66,7 @@ class Unit:
         block: index of the repeated block, None for the others.
         layout: of all its parameters, trainable ones first.
         trained: elements of the layout that belong to trainable ones.
+        again: a block that keeps its inputs only and runs again in backward; streamed ones do whatever it says.
         pending: the update that was queued for it and has not been waited for.
     """
 
@@ -74,9 +75,15 @@ class Unit:
     layout: Layout
     trained: int
     place: Place
+    again: bool = False
     storage: Storage = field(init=False)
     slots: list[Slot] = field(default_factory=list)
     pending: Future[None] | None = None
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether this is a block that runs again in backward."""
+        return self.block is not None and (self.again or self.place is Place.STREAMED)
 
     @property
     def specs(self) -> tuple[ParameterSpec, ...]:

@@ -52,5 +52,5 @@ def _activations(ctx: Context, model: ModelSpec, dtype: torch.dtype, row_tokens:
     widths = [spec.shape[-1] for spec in model.parameters if spec.kind == "norm" and spec.shape]
     width = max(widths, default=1)
     blocks = max(1, len(model.blocks))
-    kept = 2 * blocks + 34 if ctx.train.recompute else 34 * blocks
+    kept = 2 * blocks + 34 if ctx.train.recompute is True else 34 * blocks
     return tokens * width * kept * dtype.itemsize // 2

@@ -65,7 +65,7 @@ class Resident(Memory):
         self._published: Ready | None = None
 
     def _shape_blocks(self, ctx: Context) -> None:
-        if ctx.train.recompute:
+        if ctx.train.recompute is True:
             recompute_blocks(self.module, self.model.blocks)
         if ctx.train.compile:
             check_compiler(ctx.device)
