@@ -165,7 +165,6 @@ def ours(name: str) -> dict[str, Any]:
                 "dtype": "bf16",
                 "log_every": 1,
                 "loss_chunk": chunk,
-                "recompute": True,
             },
             "text": {
                 "path": "package:trainforge_plugins.text/demo/moby_dick.txt",
