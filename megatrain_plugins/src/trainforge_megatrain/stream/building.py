@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -69,6 +70,10 @@ def _limit(device: torch.device, budget: int | None) -> None:
         return
     module = torch.get_device_module(device)
     _, total = module.mem_get_info(device)
+    if device.type == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Segments that grow leave little unused between blocks of many sizes; without them 12 % of 15 GiB went so.
+        settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # its name since torch 2.11
+        (settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
     module.set_per_process_memory_fraction(min(1.0, budget / total), device)
 
 
