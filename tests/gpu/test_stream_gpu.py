@@ -104,8 +104,8 @@ def test_late_copies_change_nothing(tmp_path, inputs_down, place):
 
 
 def test_the_loss_curve_in_bf16_is_that_of_resident(tmp_path):
-    ours = walker(tmp_path / "a", "stream", dtype="bf16", inputs_down=True, place=mixed)
-    default = walker(tmp_path / "b", "resident", dtype="bf16")
+    ours = walker(tmp_path / "a", "stream", dtype="bf16", inputs_down=True, place=mixed, accumulate=1)
+    default = walker(tmp_path / "b", "resident", dtype="bf16", accumulate=1)
     curves = [[one.take().loss for _ in range(200)] for one in (ours, default)]
     ends = [sum(curve[-20:]) / 20 for curve in curves]
     assert curves[0][0] == pytest.approx(curves[1][0], rel=1e-3)
