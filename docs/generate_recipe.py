@@ -1,4 +1,4 @@
-"""Writes docs/recipe.md from the pydantic models of core and of the installed standard plugins.
+"""Writes docs/recipe.md from the pydantic models of core and of the plugins in this repository.
 
 python docs/generate_recipe.py            write docs/recipe.md
 python docs/generate_recipe.py --check    exit 1 when it is out of date
@@ -21,6 +21,7 @@ from trainforge.sections import RunSection, TrainSection
 
 _PARSED = {"parse_seconds": "duration", "parse_bytes": "size", "_cadence": "integer, duration"}
 TARGET = Path(__file__).with_name("recipe.md")
+DISTRIBUTIONS = ("trainforge-plugins", "trainforge-megatrain", "trainforge-loongforge")
 INTRODUCTION = """\
 # The recipe
 
@@ -66,7 +67,7 @@ def main() -> int:
 def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION, table("run", RunSection), table("train", TrainSection)]
-    for name, stage, provider in standard_plugins():
+    for name, stage, provider in our_plugins():
         section = "model" if stage == "model" else name
         title = f"{section}: the {stage} plugin `{name}`" if provider.config.model_fields else ""
         if title:
@@ -74,17 +75,23 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def standard_plugins() -> list[tuple[str, str, Provider]]:
-    """(name, stage, provider) of every plugin of the standard distribution."""
-    found = []
-    for entry in sorted(distribution("trainforge-plugins").entry_points.select(group="trainforge.plugins")):
+def our_plugins() -> list[tuple[str, str, Provider]]:
+    """(name, stage, provider) of every plugin of our distributions: by stage, the default first."""
+    entries = [
+        entry
+        for name in DISTRIBUTIONS
+        for entry in distribution(name).entry_points.select(group="trainforge.plugins")
+    ]
+    found: list[tuple[str, str, Provider]] = []
+    for entry in entries:
         module = importlib.import_module(entry.value)
         found += [
             (entry.name, stage, getattr(module, f"forge_{stage}")())
             for stage in (*STAGES, "observer")
             if hasattr(module, f"forge_{stage}")
         ]
-    return sorted(found, key=lambda item: ((*STAGES, "observer").index(item[1]), item[0]))
+    order = (*STAGES, "observer")
+    return sorted(found, key=lambda item: (order.index(item[1]), not item[2].default, item[0]))
 
 
 def table(section: str, model: type[Section], title: str = "") -> str:
