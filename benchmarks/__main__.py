@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-CPU = ("startup", "core_overhead", "tokenise", "host_update")
-GPU = ("resident_gpu",)
+CPU = ("startup", "core_overhead", "tokenise", "host_update", "stream_cpu")
+GPU = ("resident_gpu", "stream_gpu")
 BY_NAME = ("crash",)  # no figures, so only when asked for
 
 
