@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.context import make_context
 
-from trainforge.batching import resolve_batching
-from trainforge.errors import ConfigError
+from trainforge.batching import choose_micro_batch, cut_as_before, resolve_batching
+from trainforge.context import Batching
+from trainforge.errors import ConfigError, ProviderError
+from trainforge.provider import Estimate, Provider
 from trainforge.sections import TrainSection
 
 
@@ -95,3 +99,67 @@ def test_the_cut_always_adds_up(
     assert cut[0] == cut[1] * cut[2] * world
     assert cut[0] == (total or saved or cut[0])
     assert micro in ("auto", cut[1])
+
+
+def chosen(ask: Any, *others: int | None, estimate: Any = None, world: int = 1, **train: Any) -> Any:
+    """A context with 12 samples a step after the memory plugin was asked; `others` are what other ranks answer."""
+    stage = {"plugin": "m", "config": "its section"}
+    memory = SimpleNamespace(provider=Provider(build=lambda *_: None, micro_batch=ask), **stage)
+    data = SimpleNamespace(provider=Provider(build=lambda *_: None, estimate=estimate), **stage)
+    comm = SimpleNamespace(gather=lambda value: [value, *others])
+    ctx = make_context(world=world, built={"comm": comm, "model": "the model", "optimizer": "the optimizer"})
+    ctx.train, ctx.batching = TrainSection(steps=1, **train), Batching(12, 6 // world, 2)
+    choose_micro_batch(SimpleNamespace(chosen={"memory": memory, "data": data}), ctx)  # type: ignore[arg-type]
+    return ctx
+
+
+def test_the_memory_plugin_chooses_with_the_length_of_rows_known():
+    asked: list[Any] = []
+
+    def ask(ctx: Any, model: Any, optimizer: Any, config: Any) -> int:
+        asked.append((ctx.row_tokens, model, optimizer, config))
+        return 3
+
+    ctx = chosen(ask, estimate=lambda *_: Estimate(row_tokens=77))
+    assert asked == [(77, "the model", "the optimizer", "its section")]
+    assert ctx.batching == Batching(12, 3, 4)
+    assert ctx.train.micro_batch == 3
+
+
+def test_ranks_take_the_smallest_answer_and_one_without_leaves_it_to_the_rule():
+    assert chosen(lambda *_: 6, 2, world=2).batching == Batching(12, 2, 3)
+    ctx = chosen(lambda *_: 6, None, world=2)
+    assert (ctx.batching, ctx.train.micro_batch) == (Batching(12, 3, 2), "auto")
+
+
+@pytest.mark.parametrize("train", [{"micro_batch": 6}, {"accumulate": 2}])
+def test_what_the_recipe_fixes_is_not_asked(train: dict[str, Any]):
+    def ask(*_: Any) -> int:
+        raise AssertionError("asked")
+
+    assert chosen(ask, **train).batching == Batching(12, 6, 2)
+
+
+@pytest.mark.parametrize("answer", [0, 5, 12])
+def test_an_answer_that_does_not_divide_is_the_plugins_failure(answer: int):
+    with pytest.raises(ProviderError, match="6 samples of a rank"):
+        chosen(lambda *_: answer, 2, world=2)
+
+
+@pytest.mark.parametrize(
+    ("train", "world", "saved", "micro"),
+    [
+        ({}, 1, {"global_batch": 12, "micro_batch": 4}, 4),
+        ({"global_batch": 12}, 3, {"micro_batch": 4}, 4),
+        ({}, 2, {"global_batch": 12, "micro_batch": 4}, "auto"),  # no longer divides
+        ({}, 1, {"global_batch": 12, "micro_batch": "auto"}, "auto"),
+        ({}, 1, {"global_batch": 12, "micro_batch": 0}, "auto"),
+        ({}, 1, {}, "auto"),
+        ({"accumulate": 6}, 1, {"global_batch": 12, "micro_batch": 4}, "auto"),
+        ({"micro_batch": 2}, 1, {"global_batch": 12, "micro_batch": 4}, 2),
+    ],
+)
+def test_a_resumed_run_keeps_its_micro_batch(
+    train: dict[str, Any], world: int, saved: dict[str, Any], micro: Any
+):
+    assert cut_as_before(TrainSection(steps=1, **train), world, saved).micro_batch == micro

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainforge.batching import choose_micro_batch, leaves_micro_batch_open
 from trainforge.blame import STARTING, blaming
 from trainforge.errors import RanksError
 from trainforge.events import Events
@@ -39,17 +40,17 @@ def start(
         ctx: with comm built already. From then on a rank that fails ends the others, which find it gone.
         closing: closes the stages, in reverse, when it is closed.
     """
-    recipe = effective_recipe(plan, ctx)
     observers = _observers(plan, ctx) if ctx.rank == 0 else []
     _check_agreement(plan, ctx)
     found = find_checkpoint(ctx, folder, options)
     if found is not None and ctx.rank == 0:
-        folder.check_resumable(recipe, options.allow_change)
+        folder.check_resumable(effective_recipe(plan, ctx), options.allow_change)
     ctx.restored = found is not None
     build_stages(plan, ctx, ("model",), closing)
     if ctx.restored:
         leave_out_initial_weights(ctx.model)
     ctx.model.parameters = with_rates(ctx.model.parameters, ctx.train)
+    _settle_micro_batch(plan, ctx)
     build_stages(plan, ctx, ("data",), closing)
     check_wishes(ctx)
     build_stages(plan, ctx, ("optimizer", "memory", "checkpoint"), closing)
@@ -72,7 +73,7 @@ def start(
     if options.max_steps is not None:
         run.last_step = min(steps, run.state.step + options.max_steps)
     if ctx.rank == 0:
-        folder.write_recipe(recipe)
+        folder.write_recipe(effective_recipe(plan, ctx))
         folder.write_json("plan.json", plan.as_dict())
         folder.write_json("rows.json", stages.data.ledger())
     return run
@@ -105,10 +106,26 @@ def build_stages(
 
 
 def effective_recipe(plan: Plan, ctx: Context) -> dict[str, Any]:
-    """The recipe with every default filled in and the global batch that this run really uses."""
+    """The recipe with every default filled in, the global batch that this run really uses, and a chosen micro-batch."""
     recipe: dict[str, Any] = plan.recipe.effective()
-    recipe["train"] = recipe["train"] | {"global_batch": ctx.batching.global_batch}
+    cut = {"global_batch": ctx.batching.global_batch, "micro_batch": ctx.train.micro_batch}
+    recipe["train"] = recipe["train"] | cut
     return recipe
+
+
+def _settle_micro_batch(plan: Plan, ctx: Context) -> None:
+    """Keep the micro-batch of the run being resumed, or let the memory plugin choose where the recipe does not."""
+    if ctx.train.micro_batch != plan.recipe.train.micro_batch:
+        ctx.console.note(
+            f"train.micro_batch: auto stays at {ctx.train.micro_batch}, as before; a number changes it"
+        )
+    elif plan.chosen["memory"].provider.micro_batch is not None and leaves_micro_batch_open(ctx.train):
+        with (
+            contextlib.ExitStack() as closing
+        ):  # an optimizer for the question alone: its turn comes after data
+            build_stages(plan, ctx, ("optimizer",), closing)
+            choose_micro_batch(plan, ctx)
+        del ctx.built["optimizer"]
 
 
 def cache_dir() -> Path:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainforge.blame import blaming
 from trainforge.context import Batching
 from trainforge.errors import ConfigError
 from trainforge.sections import TrainSection
+
+if TYPE_CHECKING:
+    from trainforge.context import Context
+    from trainforge.planning import Plan
 
 DEFAULT_GLOBAL_BATCH = 8
 LARGEST_AUTO_MICRO_BATCH = 8
@@ -50,6 +58,52 @@ def resolve_batching(
             f"or set global_batch to {micro * accumulate * world}"
         )
     return Batching(total, micro, share // micro)
+
+
+def choose_micro_batch(plan: Plan, ctx: Context) -> None:
+    """Where the recipe leaves the micro-batch open, ask the memory plugin; `ctx.train` and `ctx.batching` then hold it.
+
+    A plugin that does not answer, on any rank, leaves it to the rule of `resolve_batching`; of different answers the
+    smallest counts. Comm, model and optimizer are built. The length of rows is what data estimates, if it does.
+
+    Raises:
+        ProviderError: the answer does not divide this rank's share of the global batch.
+    """
+    memory, data = plan.chosen["memory"], plan.chosen["data"]
+    if memory.provider.micro_batch is None or not leaves_micro_batch_open(ctx.train):
+        return
+    if data.provider.estimate is not None:
+        with blaming(ctx, data.plugin, "data", "estimating what it needs"):
+            ctx.row_tokens = data.provider.estimate(ctx, ctx.model, data.config).row_tokens
+    with blaming(ctx, memory.plugin, "memory", "choosing the micro-batch"):
+        chosen = memory.provider.micro_batch(ctx, ctx.model, ctx.optimizer, memory.config)
+        share = ctx.batching.global_batch // ctx.world
+        if chosen is not None and (chosen < 1 or share % chosen):
+            raise ValueError(f"{chosen} does not divide the {share} samples of a rank")
+    answers = ctx.comm.gather(chosen)
+    if None in answers:
+        return
+    smallest = min(answers)
+    ctx.train = ctx.train.model_copy(update={"micro_batch": smallest})
+    ctx.batching = Batching(ctx.batching.global_batch, smallest, share // smallest)
+
+
+def cut_as_before(train: TrainSection, world: int, saved: Mapping[str, Any]) -> TrainSection:
+    """The section with the micro-batch of the run being resumed, where the recipe leaves it open and it still divides.
+
+    Args:
+        saved: the effective `train` section of that run; empty when there is none.
+    """
+    micro, total = saved.get("micro_batch"), train.global_batch or saved.get("global_batch")
+    if not leaves_micro_batch_open(train) or not isinstance(micro, int) or not isinstance(total, int):
+        return train
+    fits = micro >= 1 and total % (micro * world) == 0
+    return train.model_copy(update={"micro_batch": micro}) if fits else train
+
+
+def leaves_micro_batch_open(train: TrainSection) -> bool:
+    """Neither a number nor `accumulate` fixes it."""
+    return train.micro_batch == "auto" and train.accumulate is None
 
 
 def _implied(micro: int | None, accumulate: int | None, world: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainforge.assembly import cache_dir
-from trainforge.batching import resolve_batching
+from trainforge.batching import choose_micro_batch, resolve_batching
 from trainforge.blame import blaming
 from trainforge.context import Batching, Context, SilentConsole
 from trainforge.errors import ConfigError
@@ -86,6 +86,7 @@ def measure(plan: Plan, world: int = 1) -> PlanSizes:
     optimizer = plan.chosen["optimizer"]
     with blaming(ctx, optimizer.plugin, "optimizer", "being asked for its state"):
         ctx.built["optimizer"] = optimizer.provider.build(ctx, optimizer.config)
+    choose_micro_batch(plan, ctx)
     estimates: dict[str, Estimate] = {}
     for stage in STAGES:
         chosen = plan.chosen[stage]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import click
 
     from trainforge.context import Context
-    from trainforge.stages import ModelSpec, Tokenizer
+    from trainforge.stages import ModelSpec, Optimizer, Tokenizer
 
 StageName = Literal["model", "data", "memory", "comm", "optimizer", "checkpoint"]
 STAGES: tuple[StageName, ...] = ("model", "data", "memory", "comm", "optimizer", "checkpoint")
@@ -111,6 +111,10 @@ class Provider:
             **options)`, with the model described and nothing else built.
         quickstart: `"package:path"` of a recipe in package data, used when there is no other recipe.
         estimate: `estimate(ctx, model, config)` for `forge plan`; None when the stage needs next to nothing.
+        micro_batch: memory only: `micro_batch(ctx, model, optimizer, config)` chooses the samples per forward on one
+            rank where the recipe leaves it open (`train.micro_batch: auto`, no `accumulate`). The answer divides
+            `ctx.batching.global_batch / ctx.world`, which stays; None leaves it to core's rule. Asked on every rank
+            before data and memory are built, and for `forge plan`; `ctx.row_tokens` is what data estimates, or None.
         tokenizer: data only: `tokenizer(ctx, config)` gives the tokenizer alone, for `forge export` and `forge
             sample`: the data is not touched, and nothing is built before it. None when there is none.
     """
@@ -122,4 +126,5 @@ class Provider:
     quickstart: str | None = None
     tools: Mapping[str, Callable[[], click.Command]] = field(default_factory=dict)
     estimate: Callable[[Context, ModelSpec, Any], Estimate] | None = None
+    micro_batch: Callable[[Context, ModelSpec, Optimizer, Any], int | None] | None = None
     tokenizer: Callable[[Context, Any], Tokenizer] | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainforge.assembly import build_stages, cache_dir, start
-from trainforge.batching import resolve_batching
+from trainforge.batching import cut_as_before, resolve_batching
 from trainforge.blame import explained
 from trainforge.console import TerminalConsole
 from trainforge.context import Batching, Context
@@ -108,18 +108,18 @@ def _context(
 ) -> Context:
     device = pick_device(plan.recipe.run, ranks)
     plan.check(device.type, ranks.world)
+    saved = {} if options.fresh else folder.resumable_recipe() or {}
+    train = cut_as_before(plan.recipe.train, ranks.world, saved.get("train") or {})
     return Context(
         run=plan.recipe.run,
-        train=plan.recipe.train,
+        train=train,
         model_config=plan.recipe.model,
         device=device,
         rank=ranks.rank,
         world=ranks.world,
         local_rank=ranks.local_rank,
         local_world=ranks.local_world,
-        batching=_batching(
-            plan.recipe.train, ranks.world, {} if options.fresh else folder.resumable_recipe()
-        ),
+        batching=_batching(train, ranks.world, saved),
         run_dir=folder.path,
         cache_dir=cache_dir(),
         console=console,

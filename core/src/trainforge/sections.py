@@ -79,7 +79,11 @@ class TrainSection(Section):
     global_batch: int | None = Field(
         None, ge=1, description="samples per step over all ranks; kept when ranks change"
     )
-    micro_batch: int | Literal["auto"] = Field("auto", description="samples per forward on one rank")
+    micro_batch: int | Literal["auto"] = Field(
+        "auto",
+        description="samples per forward on one rank; auto: what the memory plugin finds best, else the largest up to "
+        "8 that divides",
+    )
     accumulate: int | None = Field(
         None, ge=1, description="micro-batches per step and rank; follows from the others"
     )

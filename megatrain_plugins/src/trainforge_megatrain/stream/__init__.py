@@ -16,7 +16,7 @@ from trainforge.units import ByteCount
 
 if TYPE_CHECKING:
     from trainforge.context import Context
-    from trainforge.stages import Memory, ModelSpec
+    from trainforge.stages import Memory, ModelSpec, Optimizer
 
 
 class StreamSection(Section):
@@ -65,6 +65,12 @@ def _estimate(ctx: Context, model: ModelSpec, config: StreamSection) -> Estimate
     return estimate(ctx, model, config)
 
 
+def _micro_batch(ctx: Context, model: ModelSpec, optimizer: Optimizer, config: StreamSection) -> int | None:
+    from trainforge_megatrain.stream.micro_batch import micro_batch
+
+    return micro_batch(ctx, model, optimizer, config)
+
+
 @hookimpl
 def forge_memory() -> Provider:
     """Give the streaming memory."""
@@ -72,5 +78,6 @@ def forge_memory() -> Provider:
         build=_build,
         config=StreamSection,
         estimate=_estimate,
+        micro_batch=_micro_batch,
         traits=Traits(gradients_on="host", holds_shards=False, max_world=1),
     )

@@ -34,7 +34,7 @@ def build(ctx: Context, section: StreamSection) -> Stream:
 
     def place(units: Sequence[Unit]) -> bool:
         budget = budget_of(ctx, section)
-        _limit(ctx.device, budget)
+        limit_device(ctx.device, budget)
         made = decide(ctx, ctx.model, ctx.optimizer, section, units, budget, None)
         if made.refusal is None and budget is not None:  # else there is nothing to choose
             made = decide(ctx, ctx.model, ctx.optimizer, section, units, budget, _rates(ctx, section))
@@ -48,7 +48,7 @@ def build(ctx: Context, section: StreamSection) -> Stream:
 
     memory = Stream(ctx, section, Streams(ctx.device), ThreadPoolExecutor(1, "update"), place)
     memory.explained = functools.partial(explained_memory, decided[0].device, decided[0].sizes)
-    memory.closing.callback(_lift_limit, ctx.device)
+    memory.closing.callback(lift_limit, ctx.device)
     return memory
 
 
@@ -64,7 +64,7 @@ def _rates(ctx: Context, section: StreamSection) -> Rates | None:
         return None
 
 
-def _limit(device: torch.device, budget: int | None) -> None:
+def limit_device(device: torch.device, budget: int | None) -> None:
     """Have PyTorch's allocator enforce the budget."""
     if budget is None or device.type == "cpu":
         return
@@ -77,7 +77,7 @@ def _limit(device: torch.device, budget: int | None) -> None:
     module.set_per_process_memory_fraction(min(1.0, budget / total), device)
 
 
-def _lift_limit(device: torch.device) -> None:
+def lift_limit(device: torch.device) -> None:
     """The budget is the run's, not the process's."""
     if device.type != "cpu":
         torch.get_device_module(device).set_per_process_memory_fraction(1.0, device)

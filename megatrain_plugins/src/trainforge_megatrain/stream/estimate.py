@@ -8,6 +8,7 @@ from trainforge.stages import ModelSpec
 from trainforge_megatrain.stream import StreamSection
 from trainforge_megatrain.stream.decision import decide, locking, phase_lines, placement_line, step_line
 from trainforge_megatrain.stream.limits import budget_of
+from trainforge_megatrain.stream.micro_batch import cuts, cuts_line
 from trainforge_megatrain.stream.rates import rates_of_this_machine, told
 from trainforge_megatrain.stream.sizes import Sizes
 from trainforge_megatrain.stream.units import divide
@@ -22,6 +23,8 @@ def estimate(ctx: Context, model: ModelSpec, section: StreamSection) -> Estimate
     assert made.step is not None
     notes = [placement_line(made), step_line(made.step), *phase_lines(made.step)]
     notes += [f"  measured here: {line}" for line in told(rates)]
+    if budget is not None:
+        notes.append(cuts_line(cuts(ctx, model, ctx.optimizer, section, rates_of_this_machine)))
     lock = locking(made, ctx, section)
     return Estimate(
         device=made.device,
