@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import signal
+import threading
 import time
 import traceback
 from dataclasses import replace
@@ -18,6 +20,7 @@ from trainforge.errors import ConfigError, IncompatibleError
 from trainforge.testing import Walker, tiny_run
 from trainforge.testing.conformance.memory import spoiled
 from trainforge.toolbox.streams import Streams
+from trainforge_megatrain.stream.units import Place
 
 MODEL = {"layers": 3, "dropout": 0.2}
 HALVES = {"dtype": "bf16"}
@@ -209,3 +212,37 @@ def test_a_run_goes_on_in_the_other_memory(tmp_path: Path):
     assert len(mixed.losses) == len(default.losses)
     for got, wanted in zip(mixed.losses, default.losses, strict=True):
         assert got == pytest.approx(wanted, rel=5e-3)  # sums of micro-batches go down in bf16
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_kept_blocks_that_do_not_run_again(tmp_path: Path, accumulate: int):
+    """No recomputation holds a micro-batch up there, and the boxes for gradients have room for two blocks."""
+    facts: dict[str, Any] = {"accumulate": accumulate, "train": {"recompute": False, "clip": 0.5}}
+    places = {f"blocks.{index}": Place.KEPT for index in (0, 1, 2, 3)}
+    ours = build(tmp_path / "a", Streams(torch.device("cpu")), LateWorker(random.Random(0)), places, **facts)
+    assert not any(unit.recomputed for unit in ours.stages.memory.units)  # type: ignore[attr-defined]
+    train_alike(ours, in_resident(tmp_path / "b", **facts), 3)
+
+
+def test_an_interruption_ends_the_micro_batches_before_memory_is_given_back(tmp_path: Path):
+    """Ctrl-C reaches the thread that waits for them; none may go on with weights that are no longer there."""
+    ours = walker(tmp_path, STREAM, model=MODEL)
+    block = ours.stages.model.module.blocks[1]
+    calls, ended, forward = [], [], block.norm2.forward
+
+    def slow(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.2)
+        ended.append(1)
+        return forward(*args)
+
+    block.norm2.forward = slow
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ours.take()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (len(calls), len(ended)) == (1, 1)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from trainforge.errors import IncompatibleError
 from trainforge.toolbox.streams import StreamsLike
 from trainforge_megatrain.stream.offload import Offload
-from trainforge_megatrain.stream.units import Unit
+from trainforge_megatrain.stream.units import Place, Unit
 
 
 class Stopped(Exception):
@@ -55,7 +55,11 @@ class Walk:
         self._streams, self._compute = streams, streams.current()
         self._positions: list[float] = [-1.0] * count
         self._turn = 0
-        self._baton = threading.Condition()
+        lock = threading.Lock()
+        self._ended_one = threading.Condition(lock)
+        self._batons = [
+            threading.Condition(lock) for _ in range(count)
+        ]  # one each: only who has the turn wakes up
         self._here = threading.local()
         self._error: BaseException | None = None
         self._visits: dict[Unit, int] = {}
@@ -88,8 +92,11 @@ class Walk:
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            self._await_all()
+        except BaseException as error:  # Ctrl-C: they must have ended before anybody gives their memory back
+            self._fail(error)
+            self._await_all()
         if self._error is not None:
             raise self._error
         return [result for result in results if result is not None]
@@ -100,13 +107,28 @@ class Walk:
             if self._device.type != "cpu":
                 torch.accelerator.set_device_index(self._device)
             with self._streams.on(self._compute), torch.autograd.set_multithreading_enabled(False):
-                self._await_turn()
+                with self._batons[index]:
+                    self._await_turn()
                 results[index] = work(index)
         except BaseException as error:
             if not isinstance(error, Stopped):
-                self._error = self._error or error
+                self._fail(error)
         finally:
-            self._pass_on(math.inf)
+            with self._batons[index]:
+                self._pass_on(math.inf)
+                self._ended_one.notify()
+
+    def _await_all(self) -> None:
+        """Wait for the end of every micro-batch; a join that is interrupted would take its thread for ended."""
+        with self._ended_one:
+            self._ended_one.wait_for(lambda: all(position == math.inf for position in self._positions))
+
+    def _fail(self, error: BaseException) -> None:
+        """Have every micro-batch stop at its next block."""
+        with self._batons[0]:
+            self._error = self._error or error
+            for baton in self._batons:
+                baton.notify_all()
 
     def block(
         self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any, *, recompute: bool
@@ -140,9 +162,13 @@ class Walk:
 
     def left(self, unit: Unit) -> None:
         """A micro-batch's backward has left a block."""
+        assert unit.block is not None
         self._visits[unit] -= 1
         if self._visits[unit] == 0:
             self._ended(unit)
+        if not unit.recomputed and unit.place is not Place.DEVICE:
+            # Its gradients lie in a box that the block after the next will fill, and no recomputation waits there.
+            self._arrive(2 * self._blocks - unit.block + 0.5)
 
     def _marked(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:
         """The arguments, behind a mark that tells when backward has left the block; and the tensors that are marked.
@@ -168,19 +194,21 @@ class Walk:
         if self._count == 1:
             return
         state = _random_state(self._device)
-        self._pass_on(position)
-        self._await_turn()
+        with self._batons[self._here.index]:
+            self._pass_on(position)
+            self._await_turn()
         _set_random_state(self._device, state)
 
     def _pass_on(self, position: float) -> None:
-        with self._baton:
-            self._positions[self._here.index] = position
-            self._turn = min(range(self._count), key=lambda index: (self._positions[index], index))
-            self._baton.notify_all()
+        """Say how far this micro-batch is and wake the one whose turn it is; the lock is held."""
+        self._positions[self._here.index] = position
+        self._turn = min(range(self._count), key=lambda index: (self._positions[index], index))
+        self._batons[self._turn].notify()
 
     def _await_turn(self) -> None:
-        with self._baton:
-            self._baton.wait_for(lambda: self._error is not None or self._turn == self._here.index)
+        """Wait for it; the lock is held."""
+        index = self._here.index
+        self._batons[index].wait_for(lambda: self._error is not None or self._turn == index)
         if self._error is not None:
             raise Stopped
 
