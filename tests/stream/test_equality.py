@@ -110,10 +110,16 @@ def test_adapters_and_a_frozen_base(tmp_path: Path, dtype: str):
 
 
 def test_a_frozen_stem_and_a_frozen_block(tmp_path: Path):
-    """Nothing before the second block needs a gradient, and backward still leaves every block by its mark."""
+    """Nothing before the second block needs a gradient: backward ends there, and leaves that block by its mark."""
     model = {"config": values("qwen3"), "freeze": ["*embed_tokens*", "*layers.0.*"]}
     ours, default = pair(tmp_path, ("hf", "adamw", "dcp"), model=model, accumulate=2)
+    entered, enter = [], ours.stages.memory.rooms.enter  # type: ignore[attr-defined]
+    ours.stages.memory.rooms.enter = lambda unit, way: (entered.append((unit.block, way)), enter(unit, way))  # type: ignore[attr-defined]
     train_alike(ours, default, 5)
+    assert (0, 1) in entered
+    assert {block for block, way in entered if way < 0} == {
+        unit.block for unit in ours.stages.memory.blocks
+    } - {0}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("master", ["split", "fp32"])

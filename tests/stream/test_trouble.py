@@ -246,3 +246,25 @@ def test_an_interruption_ends_the_micro_batches_before_memory_is_given_back(tmp_
     finally:
         signal.signal(signal.SIGINT, before)
     assert (len(calls), len(ended)) == (1, 1)
+
+
+def test_the_head_goes_up_beside_the_last_block_which_does_not_wait_for_it(tmp_path: Path):
+    ours = walker(tmp_path, STREAM, model=MODEL, accumulate=1)
+    memory: Any = ours.stages.memory
+    (head,), rooms = memory.head, memory.rooms
+    ours.take()
+    memory.drain()
+    seen, hold = [], rooms.hold
+    rooms.hold = lambda unit: (seen.append(unit), hold(unit))
+    last = ours.stages.model.module.blocks[-1].norm2
+    forward = last.forward
+
+    def reached(*args: Any) -> Any:
+        if memory.blocks[-1] in seen and head not in seen:
+            seen.append((rooms._of[head].holds is head, "at the last block"))
+        return forward(*args)
+
+    last.forward = reached
+    ours.take()
+    assert (True, "at the last block") in seen
+    assert head in seen

@@ -140,8 +140,11 @@ class Stream(Memory):
         if self.compiled:
             check_compiler(ctx.device)
         self.module = self.model.module.train()
+        self._frozen: set[Unit] = set()  # blocks with no parameter that is trained, of their own or shared
         for unit in self.blocks:
             block = self.module.get_submodule(unit.name)
+            if not any(parameter.requires_grad for parameter in block.parameters()):
+                self._frozen.add(unit)
             forward = torch.compile(block.forward) if self.compiled else block.forward
             block.forward = functools.partial(self._call_block, unit, forward)
         for spec in [
@@ -224,14 +227,17 @@ class Stream(Memory):
     def _call_block(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the model calls instead of a block."""
         if self.walk is not None and torch.is_grad_enabled():
-            return self.walk.block(unit, forward, args, kwargs, recompute=unit.recomputed)
+            return self.walk.block(unit, forward, args, kwargs, frozen=unit in self._frozen)
         self._enter(unit, 1)
         return forward(*args, **kwargs)
 
     def _enter(self, unit: Unit, direction: int) -> None:
         self.rooms.enter(unit, direction)
         if direction > 0 and unit is self.blocks[-1]:
-            self._hold(self.head)  # the last to be updated and the last to be needed
+            for (
+                last
+            ) in self.head:  # the last to be updated and the last to be needed: it goes up beside this block
+                self.rooms.fetch_ahead(last)
 
     def _hold(self, units: Sequence[Unit]) -> None:
         for unit in units:

@@ -78,7 +78,7 @@ class Rooms:
         for step in range(1, self._ahead + 1 if place is not None else 0):
             following = place + direction * step  # type: ignore[operator]
             if 0 <= following < len(self._order):
-                self._fetch_ahead(self._order[following])
+                self.fetch_ahead(self._order[following])
 
     def hold(self, unit: Unit) -> None:
         """Have a unit's weights ready for the computing stream."""
@@ -105,8 +105,10 @@ class Rooms:
         for room in self._of.values():
             room.holds = None
 
-    def _fetch_ahead(self, unit: Unit) -> None:
-        """Start an upload early, unless the unit's update is still under way."""
+    def fetch_ahead(self, unit: Unit) -> None:
+        """Start an upload early, unless the unit's update is still under way. Nothing waits for it yet."""
+        if unit.place is Place.DEVICE:
+            return
         room = self._of[unit]
         if room.holds is not unit and unit.settled():
             self._load(unit, room)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from trainforge.errors import IncompatibleError
@@ -130,11 +130,16 @@ class Walk:
             for baton in self._batons:
                 baton.notify_all()
 
-    def block(
-        self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any, *, recompute: bool
-    ) -> Any:
-        """A block in forward: wait for the others, run it, and see to it that backward comes this way."""
+    def block(self, unit: Unit, forward: Callable[..., Any], args: Any, kwargs: Any, *, frozen: bool) -> Any:
+        """A block in forward: wait for the others, run it, and see to it that backward comes this way.
+
+        Where neither the block (`frozen`) nor what it is given needs a gradient, backward has no business here.
+        """
         assert unit.block is not None
+        if frozen and not any(_needs_gradient(leaf) for leaf in tree_leaves((args, kwargs))):
+            self._arrive(unit.block)
+            self._enter(unit, 1)
+            return forward(*args, **kwargs)
         visit = (self._here.index, unit)
         if visit in self._visited:
             raise IncompatibleError(
@@ -146,7 +151,7 @@ class Walk:
         self._arrive(unit.block)
         self._enter(unit, 1)
         args, kwargs, inputs = self._marked(unit, args, kwargs)
-        if not recompute:
+        if not unit.recomputed:
             return forward(*args, **kwargs)
         passage = _Passage(self, unit, forward)
         if self._offload is None:
@@ -178,7 +183,7 @@ class Walk:
         floating point gets one, or nothing would tell.
         """
         leaves, tree = tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        places = [i for i, leaf in enumerate(leaves) if _needs_gradient(leaf)]
         if not places:
             places = [
                 i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()
@@ -211,6 +216,10 @@ class Walk:
         self._batons[index].wait_for(lambda: self._error is not None or self._turn == index)
         if self._error is not None:
             raise Stopped
+
+
+def _needs_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 class _Passage:
