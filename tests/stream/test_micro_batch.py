@@ -37,11 +37,11 @@ def speeds(by_micro_batch: dict[int, float | None], *, of_a_block: bool = True) 
 
 
 def chosen(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, rates: Any, **section: Any
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rates: Any, samples: int = 4, **section: Any
 ) -> tuple[int | None, str]:
-    """Of 4 samples a step, and the line that a person was told."""
+    """Of so many samples a step, and the line that a person was told."""
     ctx = described(folder)
-    ctx.batching, ctx.row_tokens = Batching(4, 4, 1), ROW
+    ctx.batching, ctx.row_tokens = Batching(samples, samples, 1), ROW
     monkeypatch.setattr(micro_batch, "rates_of_this_machine", rates)
     section = {"inputs": "device", **section}
     answer = micro_batch.micro_batch(ctx, ctx.model, ctx.optimizer, StreamSection.model_validate(section))
@@ -56,7 +56,6 @@ def chosen(
         ({1: 1e9, 2: 2e9, 4: 2.01e9}, 2),  # half a percent faster: as fast
         ({1: 1e9, 2: 2e9, 4: 2.03e9}, 4),
         ({1: 1e9, 2: 2e9, 4: None}, 2),
-        ({1: None, 2: None, 4: None}, 1),
     ],
 )
 def test_the_fastest_is_taken_and_the_smaller_of_two_as_fast(tmp_path, monkeypatch, by_micro_batch, wanted):
@@ -69,6 +68,22 @@ def test_a_product_is_no_rival_for_a_block(tmp_path, monkeypatch):
     block, product = speeds({1: 1e9, 2: 2e9}), speeds({4: 9e9}, of_a_block=False)
     rates = lambda ctx, *_: (product if ctx.batching.micro_batch == 4 else block)(ctx)  # noqa: E731
     assert chosen(tmp_path, monkeypatch, rates, gpu_budget="8GiB")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("samples", "by_micro_batch", "wanted"),
+    [
+        (4, dict.fromkeys((1, 2, 4), 1e9), 4),
+        (4, dict.fromkeys((1, 2, 4)), 4),  # no room to measure
+        (20, dict.fromkeys((1, 2, 4, 5, 10, 20), 1e9), 5),
+        (4, {1: 2e9, 2: 2e9, 4: 1e9}, 2),
+    ],
+)
+def test_where_no_block_was_measured_it_is_the_largest_up_to_8_of_the_fastest(
+    tmp_path, monkeypatch, samples, by_micro_batch, wanted
+):
+    rates = speeds(by_micro_batch, of_a_block=False)
+    assert chosen(tmp_path, monkeypatch, rates, samples, gpu_budget="8GiB")[0] == wanted
 
 
 def test_without_a_budget_a_cpu_leaves_it_to_the_rule_of_core(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def start(
     if ctx.restored:
         leave_out_initial_weights(ctx.model)
     ctx.model.parameters = with_rates(ctx.model.parameters, ctx.train)
-    _settle_micro_batch(plan, ctx)
+    _settle_micro_batch(plan, ctx, closing)
     build_stages(plan, ctx, ("data",), closing)
     check_wishes(ctx)
     build_stages(plan, ctx, ("optimizer", "memory", "checkpoint"), closing)
@@ -94,9 +94,11 @@ def build_stages(
 ) -> None:
     """Build stages in order into `ctx.built`; `closing` closes each, also after an error.
 
-    The random generators are seeded for each, the same on every rank.
+    One that is there already stays. The random generators are seeded for each, the same on every rank.
     """
     for name in names:
+        if name in ctx.built:
+            continue
         chosen = plan.chosen[name]
         seed_everything(derive_seed(ctx.run.seed, "build", name))
         ctx.built[name] = _build(chosen, ctx)
@@ -113,19 +115,17 @@ def effective_recipe(plan: Plan, ctx: Context) -> dict[str, Any]:
     return recipe
 
 
-def _settle_micro_batch(plan: Plan, ctx: Context) -> None:
+def _settle_micro_batch(plan: Plan, ctx: Context, closing: contextlib.ExitStack) -> None:
     """Keep the micro-batch of the run being resumed, or let the memory plugin choose where the recipe does not."""
     if ctx.train.micro_batch != plan.recipe.train.micro_batch:
         ctx.console.note(
             f"train.micro_batch: auto stays at {ctx.train.micro_batch}, as before; a number changes it"
         )
     elif plan.chosen["memory"].provider.micro_batch is not None and leaves_micro_batch_open(ctx.train):
-        with (
-            contextlib.ExitStack() as closing
-        ):  # an optimizer for the question alone: its turn comes after data
-            build_stages(plan, ctx, ("optimizer",), closing)
-            choose_micro_batch(plan, ctx)
-        del ctx.built["optimizer"]
+        build_stages(
+            plan, ctx, ("optimizer",), closing
+        )  # early: the answer depends on the state that it keeps
+        choose_micro_batch(plan, ctx)
 
 
 def cache_dir() -> Path:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from trainforge.batching import LARGEST_AUTO_MICRO_BATCH
 from trainforge.context import Batching, Context
 from trainforge.stages import ModelSpec, Optimizer
 from trainforge_megatrain.stream import StreamSection
@@ -79,7 +80,8 @@ def fastest(planned: Mapping[int, Decision]) -> int:
     """Of those that fit; the smallest of those that are as fast, as far as a forecast can tell.
 
     Where none fits it is the smallest, whose refusal lacks least. A speed taken from a matrix product is no rival for
-    one measured with a block. One without a forecast comes last.
+    one measured with a block. Where there are only such it is core's rule that chooses among those that are as fast,
+    because a product's speed does not tell what a larger micro-batch gains.
     """
     fit = [micro for micro, made in planned.items() if made.refusal is None]
     if not fit:
@@ -87,7 +89,10 @@ def fastest(planned: Mapping[int, Decision]) -> int:
     of_a_block = [micro for micro in fit if (rates := planned[micro].rates) and rates.of_a_block]
     seconds = {micro: _seconds(planned[micro]) for micro in of_a_block or fit}
     shortest = min(seconds.values())
-    return min(micro for micro, its in seconds.items() if its <= shortest * _ALIKE)
+    alike = [micro for micro, its in seconds.items() if its <= shortest * _ALIKE]
+    if of_a_block:
+        return min(alike)
+    return max((micro for micro in alike if micro <= LARGEST_AUTO_MICRO_BATCH), default=min(alike))
 
 
 def _seconds(made: Decision) -> float:
