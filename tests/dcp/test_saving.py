@@ -75,6 +75,50 @@ def test_without_background_a_save_is_committed_when_it_returns(tmp_path):
     assert [info.step for info in stage.committed()] == [3]
 
 
+def copied_bytes(monkeypatch):
+    """How many bytes of copies were alive together at most, by the buffers that are taken for them."""
+    taken = []
+    real = torch.empty
+    monkeypatch.setattr(
+        torch,
+        "empty",
+        lambda size, **kw: (taken.append(size if isinstance(size, int) else 0), real(size, **kw))[1],
+    )
+    return taken
+
+
+def test_without_background_no_copy_of_the_state_is_made(tmp_path, monkeypatch):
+    tensors = {
+        f"w{i}": torch.full((25_000,), float(i)) for i in range(40)
+    }  # 4 MB in chunks of at most 100 kB
+    taken = copied_bytes(monkeypatch)
+    stage = checkpoint(tmp_path, background=False)
+    stage.save(1, {"p": whole(**tensors)})
+    assert max(taken) == 100_000
+    assert sum(taken) < 200_000
+    back = {name: torch.zeros(25_000) for name in tensors}
+    stage.restore({"p": whole(**back)}, tmp_path / "checkpoints" / "step-00000001")
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(("free", "waits"), [(100_000, False), (30_000, True)])
+def test_training_waits_where_there_is_no_ram_for_a_copy(tmp_path, monkeypatch, free, waits):
+    from trainforge.toolbox.host_limits import Limit
+    from trainforge_plugins.dcp import checkpoint as module
+
+    monkeypatch.setattr(module, "host_limit", lambda wished: Limit("free RAM", free))
+    slow_write(monkeypatch)
+    stage = checkpoint(tmp_path, background="auto")
+    stage.save(1, {"p": whole(w=torch.ones(10_000))})  # 40 kB
+    assert bool(stage.committed()) == waits
+    stage.wait()
+    told = [line for line in stage._console.lines if "does not fit into free RAM" in line]
+    assert bool(told) == waits
+    target = torch.zeros(10_000)
+    stage.restore({"p": whole(w=target)}, tmp_path / "checkpoints" / "step-00000001")
+    assert torch.equal(target, torch.ones(10_000))
+
+
 @pytest.mark.parametrize("keep", [1, 3])
 def test_older_checkpoints_go_once_a_newer_one_is_committed(tmp_path, keep, monkeypatch):
     stage, seen = checkpoint(tmp_path, keep=keep), []

@@ -10,9 +10,11 @@ import torch
 from tests.stream.plans import QWEN, described, sizes_of
 
 from trainforge.errors import ConfigError, OutOfMemory
-from trainforge_megatrain.stream import StreamSection, building, limits
+from trainforge.toolbox import host_limits
+from trainforge.toolbox.host_limits import Limit, host_limit
+from trainforge_megatrain.stream import StreamSection, building
 from trainforge_megatrain.stream.decision import decide
-from trainforge_megatrain.stream.limits import Limit, host_limit, locking_note, refusal
+from trainforge_megatrain.stream.limits import locking_note, refusal
 from trainforge_megatrain.stream.oom import explained_memory
 from trainforge_megatrain.stream.units import divide
 
@@ -114,9 +116,9 @@ def test_a_run_is_refused_before_it_loads_unless_told_to_start(tmp_path, monkeyp
 def test_a_control_group_refuses_a_7b_shape(tmp_path, monkeypatch):
     """7 billion parameters: 12 bytes of state and 4 of weights and gradients each, in a group of 64 GiB."""
     monkeypatch.setattr(
-        limits, "_control_groups", lambda root: iter([Limit("the control group's limit", 64 * GIB)])
+        host_limits, "_control_groups", lambda root: iter([Limit("the control group's limit", 64 * GIB)])
     )
-    monkeypatch.setattr(limits, "_available", lambda root: iter([Limit("free RAM", 2**50)]))
+    monkeypatch.setattr(host_limits, "_available", lambda root: iter([Limit("free RAM", 2**50)]))
     shape = {
         "hidden_size": 3584,
         "intermediate_size": 18944,

@@ -171,7 +171,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from trainforge.toolbox.streams import Streams
 from trainforge_megatrain.stream import StreamSection
-from trainforge_megatrain.stream.limits import resident_set
+from trainforge.toolbox.host_limits import resident_set
 from trainforge_megatrain.stream.memory import Stream
 from trainforge_megatrain.stream.sizes import on_device, on_host
 

@@ -230,7 +230,8 @@ class Comm(Stage):
     def watch(self, buffers: Sequence[FlatBuffer]) -> Sink:
         """Take note of where gradients lie (once, before the first step); gives the sink that memory calls.
 
-        The sink is called once per parameter and step, when its gradient is final on this rank.
+        The sink is called once per parameter and step, when its gradient is final on this rank. Who sends a gradient
+        waits for its `Ready` first; a single rank sends nothing and does not wait.
         """
         self._used: set[str] = set()
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from trainforge.context import Context
 from trainforge.stages import ModelSpec, Optimizer
+from trainforge.toolbox.host_limits import host_limit, resident_set
 from trainforge.units import format_bytes, format_seconds
 from trainforge_megatrain.stream import StreamSection
 from trainforge_megatrain.stream.forecast import Forecast, Phase, Rates, forecast
-from trainforge_megatrain.stream.limits import host_limit, locking_note, refusal, resident_set
+from trainforge_megatrain.stream.limits import locking_note, refusal
 from trainforge_megatrain.stream.placement import Placement, Room, better, place
 from trainforge_megatrain.stream.sizes import Sizes, on_device, on_host, page_locked
 from trainforge_megatrain.stream.units import Place, Unit

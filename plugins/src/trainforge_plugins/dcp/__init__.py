@@ -6,7 +6,7 @@ is committed in `saving.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 class DcpSection(Section):
     """How checkpoints are written. How often, and how many are kept, is said in `train`."""
 
-    background: bool = Field(
-        True, description="write while training goes on; false: training waits for the disk"
+    background: bool | Literal["auto"] = Field(
+        "auto",
+        description="write while training goes on, from a copy of the state in host RAM; false: training waits for the "
+        "disk, and no copy is made. auto: in the background where there is RAM for the copy",
     )
     verify: bool = Field(
         True,
@@ -45,7 +47,7 @@ def estimate(ctx: Context, model: ModelSpec, config: DcpSection) -> Estimate:
 
     total = state_bytes(model, ctx.optimizer)
     return Estimate(
-        host={"snapshot of a save": total // max(1, ctx.world)},
+        host={} if config.background is False else {"snapshot of a save": total // max(1, ctx.world)},
         disk={f"{ctx.train.keep} checkpoints and the next one": total * (ctx.train.keep + 1)},
     )
 

@@ -19,18 +19,21 @@ import xxhash
 from trainforge.errors import CheckpointError
 from trainforge.retention import measured
 from trainforge.stages import Checkpoint, CheckpointInfo, Comm, Part, PartState
+from trainforge.toolbox.host_limits import host_limit
+from trainforge.units import format_bytes
 from trainforge_plugins.dcp import folders, manifest, room
 from trainforge_plugins.dcp.layout import Chunk, Held, Row, bytes_of, held_tensors, plan_chunks, state_bytes
 from trainforge_plugins.dcp.manifest import Manifest, elements
 from trainforge_plugins.dcp.reading import load_spans
 from trainforge_plugins.dcp.saving import Save
-from trainforge_plugins.dcp.staging import Staging
+from trainforge_plugins.dcp.staging import OneByOne, Staging
 
 if TYPE_CHECKING:
     from trainforge.context import Context
     from trainforge_plugins.dcp import DcpSection
 
 _VISIBLE_S = 10.0
+_SNAPSHOT_MARGIN = 1.1  # the run takes RAM for other things too while it is written
 
 
 @dataclass
@@ -66,7 +69,7 @@ class DcpCheckpoint(Checkpoint):
         self._rank, self._world = ctx.rank, ctx.world
         self._comm: Comm = ctx.built.get("comm") or Comm()
         self._folder = ctx.run_dir / "checkpoints"
-        self._staging = Staging(ctx.device)
+        self._staging, self._console = Staging(ctx.device), ctx.console
         self._layouts: list[str] = []
         self._chunks: list[Chunk] = []
         self._sound: set[Path] = set()
@@ -108,11 +111,15 @@ class DcpCheckpoint(Checkpoint):
                 timeout=self._config.timeout,
                 closing=self._closing,
             )
-            save.copies = self._staging.snapshot(save.chunks_of(self._rank), prepared.held)
+            own = save.chunks_of(self._rank)
+            background = self._in_background(own)
+            save.copies = (
+                self._staging.snapshot(own, prepared.held) if background else OneByOne(own, prepared.held)
+            )
         except BaseException:
             prepared.abandon()
             raise
-        self._start(save, prepared.lock, began)
+        self._start(save, prepared.lock, began, background)
 
     def wait(self) -> None:
         """Wait until the save in flight is committed.
@@ -234,13 +241,26 @@ class DcpCheckpoint(Checkpoint):
             if problem is not None:
                 raise CheckpointError(f"rank {rank}: {problem}")
 
-    def _start(self, save: Save, lock: int, began: float) -> None:
+    def _in_background(self, chunks: list[Chunk]) -> bool:
+        """Whether to write from a snapshot while training goes on. Each rank decides for itself."""
+        if self._config.background != "auto":
+            return self._config.background
+        limit, needed = host_limit(None), self._staging.missing(chunks)
+        if limit is None or needed * _SNAPSHOT_MARGIN <= limit.free:
+            return True
+        self._console.warn(
+            f"dcp: a copy of the state ({format_bytes(needed)}) does not fit into {limit.name} "
+            f"({format_bytes(limit.free)}), so training waits while a checkpoint is written"
+        )
+        return False
+
+    def _start(self, save: Save, lock: int, began: float, background: bool) -> None:
         thread = threading.Thread(
             target=self._finish, args=(save, lock, began), name=f"checkpoint of step {save.step}", daemon=True
         )
         thread.start()
         self._thread = thread
-        if not self._config.background:
+        if not background:
             self.wait()
         self._metrics["blocked_ms"] = (time.perf_counter() - began) * 1000
 

@@ -56,7 +56,7 @@ class Save:
         verify: read the files back.
         timeout: longest wait for another rank, in seconds.
         closing: set when the process is about to end: then waiting for others is cut short.
-        copies: the snapshot of this rank's chunks, in file order.
+        copies: the snapshot of this rank's chunks, in file order; or what copies each when it is written.
     """
 
     step: int
@@ -136,8 +136,8 @@ class Save:
     def _finite(self, chunks: Sequence[Chunk]) -> bool:
         """Whether the masters that this rank writes are finite; on the snapshot, chunk by chunk."""
         return all(
-            bool(torch.isfinite(copy).all())
-            for chunk, copy in zip(chunks, self.copies, strict=True)
+            bool(torch.isfinite(self.copies[place]).all())
+            for place, chunk in enumerate(chunks)
             if split_name(chunk.tensor)[1] == "master"
         )
 

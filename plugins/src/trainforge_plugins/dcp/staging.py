@@ -50,6 +50,10 @@ class Staging:
             self._stream.synchronize()
         return self._copies
 
+    def missing(self, chunks: list[Chunk]) -> int:
+        """Bytes that a snapshot of these chunks would take beside what is held already."""
+        return 0 if chunks == self._chunks else sum(chunk.bytes for chunk in chunks)
+
     def close(self) -> None:
         """Give the buffers back."""
         self._chunks, self._copies = [], []
@@ -74,6 +78,30 @@ class Staging:
             slabs[slab][start : start + chunk.bytes].view(getattr(torch, chunk.dtype))
             for chunk, (slab, start) in zip(chunks, places, strict=True)
         ]
+
+
+class OneByOne(Sequence[Tensor]):
+    """No snapshot: each chunk is copied when it is asked for, into one buffer that the next one takes over.
+
+    For state that fills host RAM; training must wait until all chunks are written.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], held: Mapping[str, Sequence[Held]]) -> None:
+        self._chunks = chunks
+        self._spans = {tensor: sorted(spans, key=lambda span: span.offset) for tensor, spans in held.items()}
+        self._buffer = torch.empty(max((chunk.bytes for chunk in chunks), default=0), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The chunk's elements, 1-D, on the CPU; valid until the next one is asked for."""
+        chunk = self._chunks[index]
+        copy = self._buffer[: chunk.bytes].view(getattr(torch, chunk.dtype))
+        _copy_elements(chunk, self._spans[chunk.tensor], copy)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # a copy from a device may still be on its way
+        return copy
 
 
 def _copy_elements(chunk: Chunk, spans: Sequence[Held], out: Tensor) -> None:

@@ -74,10 +74,8 @@ class ChunkSavePlanner(SavePlanner):
     """Plans exactly the chunks that it is given."""
 
     def __init__(self, chunks: Sequence[Chunk], copies: Sequence[Tensor]) -> None:
-        self._chunks = chunks
-        self._copies = {
-            (chunk.tensor, chunk.offset): copy for chunk, copy in zip(chunks, copies, strict=True)
-        }
+        self._chunks, self._copies = chunks, copies
+        self._places = {(chunk.tensor, chunk.offset): place for place, chunk in enumerate(chunks)}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """Nothing to prepare."""
@@ -97,7 +95,7 @@ class ChunkSavePlanner(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """The copy of a chunk."""
         assert write_item.index.offset is not None, "every chunk has an offset"
-        return self._copies[write_item.index.fqn, write_item.index.offset[0]]
+        return self._copies[self._places[write_item.index.fqn, write_item.index.offset[0]]]
 
 
 class SafetensorsWriter(StorageWriter):
