@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from tests.run.runs import MODEL, Outcome, run, write_recipe
 from tests.support.many_runs import Start, on_ranks
 from tests.support.processes import PATIENCE_S, ended, forge_run, start_forge_run, steps_logged, wait_until
@@ -36,6 +37,23 @@ def patient(recipe):
     return recipe
 
 
+def left_to_memory(folder):
+    """A recipe whose memory plugin chooses the micro-batch, and not the same on both ranks."""
+    folder.mkdir()
+    (folder / "asked.py").write_text(
+        "from dataclasses import replace\n"
+        "from trainforge.hookspecs import hookimpl\n"
+        "from trainforge_plugins import resident\n"
+        "@hookimpl\n"
+        "def forge_memory():\n"
+        "    given = resident.forge_memory()\n"
+        "    return replace(given, default=False, micro_batch=lambda ctx, *_: 2 - ctx.rank)\n"
+    )
+    recipe = two_rank_recipe(folder, micro_batch="auto")
+    recipe.write_text(recipe.read_text() + f"plugins: [{folder / 'asked.py'}]\n")
+    return recipe
+
+
 def test_two_ranks_train_like_one_and_runs_move_between_them(tmp_path):
     recipe, whole = two_rank_recipe(tmp_path), two_rank_recipe(tmp_path / "bits", micro_batch=2)
     one = run(recipe, tmp_path / "one")
@@ -48,8 +66,12 @@ def test_two_ranks_train_like_one_and_runs_move_between_them(tmp_path):
         Start(whole, tmp_path / "whole"),
         Start(whole, tmp_path / "parts", max_steps=7),
         Start(whole, tmp_path / "parts"),
+        Start(left_to_memory(tmp_path / "auto"), tmp_path / "auto/run", max_steps=1),
     ]
     assert {end.code for ends in on_ranks(2, starts) for end in ends} == {0}
+
+    # asked for a micro-batch, rank 0 answered 2 and rank 1 answered 1
+    assert yaml.safe_load((tmp_path / "auto/run/recipe.yaml").read_text())["train"]["micro_batch"] == 1
 
     both = Outcome(0, tmp_path / "two")
     assert both.summary["world"] == 2
