@@ -86,6 +86,20 @@ def test_where_no_block_was_measured_it_is_the_largest_up_to_8_of_the_fastest(
     assert chosen(tmp_path, monkeypatch, rates, samples, gpu_budget="8GiB")[0] == wanted
 
 
+def test_the_budget_holds_while_speeds_are_measured_and_no_longer(tmp_path, monkeypatch):
+    told: list[Any] = []
+    monkeypatch.setattr(micro_batch, "limit_device", lambda device, budget: told.append(budget))
+    monkeypatch.setattr(micro_batch, "lift_limit", lambda device: told.append("lifted"))
+
+    def failing(*_: Any) -> Rates:
+        told.append("measured")
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        chosen(tmp_path, monkeypatch, failing, gpu_budget="8GiB")
+    assert told == [8 * 2**30, "measured", "lifted"]
+
+
 def test_without_a_budget_a_cpu_leaves_it_to_the_rule_of_core(tmp_path, monkeypatch):
     assert chosen(tmp_path, monkeypatch, speeds({})) == (None, "")
 
