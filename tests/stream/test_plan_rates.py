@@ -51,6 +51,14 @@ def test_they_are_measured_once_for_what_they_depend_on(tmp_path, monkeypatch):
     assert asked(ctx).host_update == 4
 
 
+def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path, monkeypatch):
+    ctx = described(tmp_path)
+    monkeypatch.setattr(rates, "measure", lambda *_args: RATES)
+    ctx.cache_dir.mkdir(parents=True, exist_ok=True)
+    (ctx.cache_dir / "stream").write_text("a file where the folder should be")
+    assert asked(ctx) == RATES
+
+
 def test_copies_and_updates_are_timed_as_they_are(monkeypatch):
     """One second per round, whatever it does."""
     monkeypatch.setattr(rates, "_seconds", lambda device, work, rounds=3: (work(), 1.0)[1])

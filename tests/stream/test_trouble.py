@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 from tests.stream.pairs import STREAM, pair, train_alike, walker
+from tests.stream.plans import described
 from tests.stream.racing import LateWorker, build
 
 from trainforge.errors import ConfigError, IncompatibleError
 from trainforge.testing import Walker, tiny_run
 from trainforge.testing.conformance.memory import spoiled
 from trainforge.toolbox.streams import Streams
+from trainforge_megatrain.stream import StreamSection, building
+from trainforge_megatrain.stream.offload import Offload
 from trainforge_megatrain.stream.units import Place
 
 MODEL = {"layers": 3, "dropout": 0.2}
@@ -268,3 +271,40 @@ def test_the_head_goes_up_beside_the_last_block_which_does_not_wait_for_it(tmp_p
     ours.take()
     assert (True, "at the last block") in seen
     assert head in seen
+
+
+def test_two_inputs_of_a_block_that_begin_at_the_same_element():
+    """Each comes back from host RAM as it was."""
+    cpu = torch.device("cpu")
+    offload = Offload(Streams(cpu), cpu, lambda _place, wait: wait(), pin=False)
+    whole = torch.arange(12.0).view(3, 4).requires_grad_()
+    part = whole[:, :2]
+    with offload.around(0, 0, [whole, part]):
+        product = (whole * whole).sum() + (part * part * part).sum()
+    (grad,) = torch.autograd.grad(product, whole)
+    wanted = 2 * whole.detach()
+    wanted[:, :2] += 3 * part.detach() ** 2
+    assert torch.equal(grad, wanted)
+
+
+def test_what_was_taken_is_given_back_when_it_cannot_be_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Page-locked memory, and the bound of the device's allocator: the process may go on with another run."""
+    ctx = described(tmp_path)
+    undone: list[str] = []
+
+    class Watched(Streams):
+        def close(self) -> None:
+            undone.append("host memory")
+            super().close()
+
+    def broken(_model: Any, _name: str, out: torch.Tensor, _extent: Any) -> None:
+        out.fill_(float("nan"))
+
+    monkeypatch.setattr(building, "Streams", Watched)
+    monkeypatch.setattr(building, "lift_limit", lambda _device: undone.append("limit"))
+    monkeypatch.setattr(type(ctx.model), "load", broken)
+    with pytest.raises(ConfigError, match="NaN"):
+        building.build(ctx, StreamSection())
+    assert undone == ["host memory", "limit"]

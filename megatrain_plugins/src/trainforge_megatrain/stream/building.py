@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import torch
 
@@ -22,6 +23,9 @@ from trainforge_megatrain.stream.oom import explained_memory
 from trainforge_megatrain.stream.rates import rates_of_this_machine
 from trainforge_megatrain.stream.sizes import Sizes
 from trainforge_megatrain.stream.units import Unit
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where a user sets up PyTorch's allocator, by its name since torch 2.10 and the older one: that is left as it is."""
 
 
 def build(ctx: Context, section: StreamSection) -> Stream:
@@ -46,7 +50,12 @@ def build(ctx: Context, section: StreamSection) -> Stream:
         decided.append(made)
         return made.sizes.offload
 
-    memory = Stream(ctx, section, Streams(ctx.device), ThreadPoolExecutor(1, "update"), place)
+    streams = Streams(ctx.device)
+    with ExitStack() as undoing:  # whoever cannot be built is not closed by anybody else
+        undoing.callback(lift_limit, ctx.device)
+        undoing.callback(streams.close)
+        memory = Stream(ctx, section, streams, ThreadPoolExecutor(1, "update"), place)
+        undoing.pop_all()
     memory.explained = functools.partial(explained_memory, decided[0].device, decided[0].sizes)
     memory.closing.callback(lift_limit, ctx.device)
     return memory
@@ -70,7 +79,7 @@ def limit_device(device: torch.device, budget: int | None) -> None:
         return
     module = torch.get_device_module(device)
     _, total = module.mem_get_info(device)
-    if device.type == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    if device.type == "cuda" and not any(name in os.environ for name in _ALLOCATOR):
         # Segments that grow leave little unused between blocks of many sizes; without them 12 % of 15 GiB went so.
         settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # its name since torch 2.11
         (settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")

@@ -328,11 +328,15 @@ class Stream(Memory):
 
     def close(self) -> None:
         """End the update thread and take the hooks off."""
-        self.updates.close()
-        self.streams.close()
-        for handle in self._handles:
-            handle.remove()
-        self.closing.close()
+        with self.closing:
+            for handle in self._handles:
+                handle.remove()
+            self.updates.close()
+            if (
+                self.device.type != "cpu"
+            ):  # after an error copies may be under way, and their memory is given back
+                torch.accelerator.synchronize(self.device)
+            self.streams.close()
 
 
 def _flat_buffer(unit: Unit) -> FlatBuffer:

@@ -71,10 +71,10 @@ class Offload:
 
     def around(self, block: int, micro_batch: int, inputs: list[Tensor]) -> AbstractContextManager[Any]:
         """Within it, autograd keeps the tensors in `inputs` in host RAM instead of on the device."""
-        addresses = {tensor.data_ptr(): place for place, tensor in enumerate(inputs)}
+        places = {_lies(tensor): place for place, tensor in enumerate(inputs)}
 
         def pack(tensor: Tensor) -> Any:
-            place = addresses.get(tensor.data_ptr())
+            place = places.get(_lies(tensor))
             if place is None or not tensor.is_floating_point():
                 return tensor
             return self._send((block, micro_batch, place), tensor.detach())
@@ -132,3 +132,8 @@ class Offload:
         self._wait("inputs on their way down before they come back", lambda: self._upload.wait(parcel.stored))
         self._streams.copy(parcel.came_back, parcel.host, self._upload)
         parcel.landed.record(self._upload)
+
+
+def _lies(tensor: Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies and how: two views that begin at the same element are two."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -110,10 +111,11 @@ def _stored(path: Path) -> Rates | None:
 
 
 def _store(path: Path, facts: dict[str, Any], rates: Rates) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps({"facts": facts, "rates": asdict(rates)}, indent=2) + "\n")
-    aside.replace(path)
+    with contextlib.suppress(OSError):  # a folder that cannot be written: they are measured again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps({"facts": facts, "rates": asdict(rates)}, indent=2) + "\n")
+        aside.replace(path)
 
 
 def _seconds(device: torch.device, work: Callable[[], object], rounds: int = _ROUNDS) -> float:
