@@ -308,3 +308,23 @@ def test_what_was_taken_is_given_back_when_it_cannot_be_built(
     with pytest.raises(ConfigError, match="NaN"):
         building.build(ctx, StreamSection())
     assert undone == ["host memory", "limit"]
+
+
+def share(model: Any) -> None:
+    """Tie a matrix of the last block to the second block's."""
+    first, last = "blocks.1.up.weight", "blocks.3.up.weight"
+    model.module.blocks[3].up.weight = model.module.blocks[1].up.weight
+    model.parameters = tuple(
+        replace(spec, aliases=(last,)) if spec.name == first else spec
+        for spec in model.parameters
+        if spec.name != last
+    )
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_weight_that_two_blocks_share_stays_on_the_device(tmp_path: Path, accumulate: int):
+    """In a slot it would be overwritten between them."""
+    ours = late(tmp_path / "a", change=share, accumulate=accumulate)
+    units = ours.stages.memory.units  # type: ignore[attr-defined]
+    assert [[s.name for s in unit.specs] for unit in units if unit.block is None][1] == ["blocks.1.up.weight"]
+    train_alike(ours, in_resident(tmp_path / "b", change=share, accumulate=accumulate), 4)

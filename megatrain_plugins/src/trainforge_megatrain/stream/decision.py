@@ -128,7 +128,8 @@ def placement_line(made: Decision) -> str:
     blocks = [unit for unit in made.units if unit.block is not None]
     counts = {place: sum(unit.place is place for unit in blocks) for place in Place}
     others = ", ".join(f"{unit.name} {unit.place.value}" for unit in made.units if unit.block is None)
-    inputs = ", their inputs wait in host RAM" if made.sizes.offload else ""
+    waiting = made.sizes.offload and any(unit.recomputed for unit in made.units)
+    inputs = ", inputs of recomputed blocks wait in host RAM" if waiting else ""
     kept = f", {counts[Place.KEPT]} keep their weights there" if counts[Place.KEPT] else ""
     of = "" if made.budget is None else f" of {format_bytes(made.budget)}"
     return (

@@ -186,7 +186,7 @@ class Stream(Memory):
             finish = functools.partial(self.grads.finish, sink=sink)
             self.walk = Walk(
                 len(contributing),
-                len(self.blocks),
+                len(self.model.blocks),
                 self.streams,
                 self.device,
                 self._enter,

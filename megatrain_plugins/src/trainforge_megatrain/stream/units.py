@@ -153,11 +153,12 @@ class Unit:
 def divide(model: ModelSpec) -> list[Unit]:
     """The units of a model in forward order: each block, and each stretch of parameters between blocks.
 
+    What a block shares with another module is no part of it: it is needed while other blocks lie in the slots.
     Blocks are streamed and the others kept, until somebody decides better.
     """
     units = []
     blocks_seen = 0
-    for block, group in groupby(model.parameters, key=lambda spec: spec.block):
+    for block, group in groupby(_in_order(model), key=lambda spec: _home(spec, model)):
         specs = sorted(group, key=lambda spec: not spec.trainable)
         trained = flat_layout([spec for spec in specs if spec.trainable]).length
         if block is not None:
@@ -174,6 +175,20 @@ def divide(model: ModelSpec) -> list[Unit]:
         place = Place.KEPT if block is None else Place.STREAMED
         units.append(Unit(name, block, flat_layout(specs), trained, place))
     return units
+
+
+def _home(spec: ParameterSpec, model: ModelSpec) -> int | None:
+    """The block that alone uses a parameter."""
+    if spec.block is None:
+        return None
+    inside = model.blocks[spec.block] + "."
+    return spec.block if all(alias.startswith(inside) for alias in spec.aliases) else None
+
+
+def _in_order(model: ModelSpec) -> Iterator[ParameterSpec]:
+    """The parameters in forward order, what a block shares before the rest of it."""
+    for _, group in groupby(model.parameters, key=lambda spec: spec.block):
+        yield from sorted(group, key=lambda spec: _home(spec, model) is not None)
 
 
 def allocate(
