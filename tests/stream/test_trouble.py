@@ -328,3 +328,18 @@ def test_a_weight_that_two_blocks_share_stays_on_the_device(tmp_path: Path, accu
     units = ours.stages.memory.units  # type: ignore[attr-defined]
     assert [[s.name for s in unit.specs] for unit in units if unit.block is None][1] == ["blocks.1.up.weight"]
     train_alike(ours, in_resident(tmp_path / "b", change=share, accumulate=accumulate), 4)
+
+
+def test_the_hosts_updates_are_queued_before_the_devices_are_launched(tmp_path: Path):
+    places = {"stem": Place.DEVICE, "blocks.0": Place.DEVICE}
+    ours = build(tmp_path, Streams(torch.device("cpu")), LateWorker(random.Random(0), 0), places)
+    updates, queued = ours.stages.memory.updates, []  # type: ignore[attr-defined]
+    at_once = updates._update
+
+    def update(unit: Any, *args: Any) -> None:
+        queued.append((unit.place, len(updates._worker.queue)))
+        at_once(unit, *args)
+
+    updates._update = update
+    ours.take()
+    assert queued == [(Place.DEVICE, 4)] * 2  # three other blocks and the head

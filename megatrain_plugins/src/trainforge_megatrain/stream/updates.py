@@ -40,12 +40,14 @@ class Updates:
             landed: the event after which a unit's gradients are in host RAM.
         """
         self._norm_known.record()
-        for unit in units:
-            slots = [slot for slot in unit.slots if slot.extent.name in used]
-            if slots and unit.place is Place.DEVICE:
-                self._update(unit, slots, update)
-            elif slots:
-                unit.pending = self._worker.submit(self._on_host, unit, slots, update, landed(unit))
+        slots = {unit: [slot for slot in unit.slots if slot.extent.name in used] for unit in units}
+        changing = [unit for unit in units if slots[unit]]
+        for unit in changing:  # first: the host begins while this thread launches the device's updates
+            if unit.place is not Place.DEVICE:
+                unit.pending = self._worker.submit(self._on_host, unit, slots[unit], update, landed(unit))
+        for unit in changing:
+            if unit.place is Place.DEVICE:
+                self._update(unit, slots[unit], update)
 
     def _on_host(self, unit: Unit, slots: Sequence[Slot], update: UpdateFunction, landed: Event) -> None:
         with self._streams.on(
