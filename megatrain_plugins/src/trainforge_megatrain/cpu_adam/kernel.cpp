@@ -1,5 +1,5 @@
 // AdamW on host memory in one pass: gradient, clip scale, both moments and the master (whole or in halves) are read and
-// written once, by the calling thread and a pool beside it. Plain C interface: `native.py` calls it through ctypes, which
+// written once, by the calling thread and a pool beside it. Plain C interface: `backends.py` calls it through ctypes, which
 // lets Python's lock go meanwhile. Neither torch's headers nor the C++ library are needed, so it builds in half a second
 // and loads beside any version of them.
 //
@@ -112,7 +112,7 @@ struct SplitMaster {
 
 extern "C" {
 
-// Mirrored by native.Chunk.
+// Mirrored by backends._Chunk.
 struct Chunk {
   const void* grad;
   void* exp_avg;
@@ -127,7 +127,7 @@ struct Chunk {
   int64_t first;  // filled here: grains before this chunk
 };
 
-// Mirrored by native.Factors.
+// Mirrored by backends._Factors.
 struct Factors {
   float scale;  // what gradients are multiplied with
   float beta1;
