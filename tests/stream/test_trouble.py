@@ -343,3 +343,22 @@ def test_the_hosts_updates_are_queued_before_the_devices_are_launched(tmp_path: 
     updates._update = update
     ours.take()
     assert queued == [(Place.DEVICE, 4)] * 2  # three other blocks and the head
+
+
+def test_a_thread_that_cannot_be_started_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ours = walker(tmp_path, STREAM, model=MODEL)
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "micro-batch 2":
+            time.sleep(0.3)  # the first one waits at its first block by now
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            ours.take()
+    time.sleep(0.2)  # a thread that has said its last word may still be there for a moment
+    assert not [thread for thread in threading.enumerate() if thread.name == "micro-batch 0"]
+    ours.take()

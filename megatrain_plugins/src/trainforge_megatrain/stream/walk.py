@@ -90,12 +90,15 @@ class Walk:
             )
             for index in range(self._count)
         ]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             self._await_all()
         except BaseException as error:  # Ctrl-C: they must have ended before anybody gives their memory back
             self._fail(error)
+            for index, thread in enumerate(threads):
+                if thread.ident is None:  # the system gave no more threads
+                    self._positions[index] = math.inf
             self._await_all()
         if self._error is not None:
             raise self._error
