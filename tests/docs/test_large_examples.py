@@ -42,11 +42,8 @@ def test_the_plan_fits_the_card_and_the_ram_of_the_comments(
     text = (ROOT / f"examples/{name}.yaml").read_text()
     recipe, words = yaml.safe_load(text), " ".join(text.replace("#", " ").split())
     assert f"a model of {billions} billion" in words
-    (numbers,) = re.findall(
-        r"RAM: (\d+) to (\d+) GiB while it trains, and (\d+) more for .* together less than (\d+) with `cpu_adam.mom",
-        words,
-    )
-    least, most, copied, rounded = map(int, numbers)
+    (numbers,) = re.findall(r"RAM: (\d+) to (\d+) GiB.*? (\d+) more", words)
+    least, most, copied = map(int, numbers)
 
     sizes = planned(name)
     assert sizes["parameters"] == parameters(recipe["model"]["config"])
@@ -61,9 +58,10 @@ def test_the_plan_fits_the_card_and_the_ram_of_the_comments(
     assert copy == pytest.approx(copied * GIB, abs=GIB)
     assert training + copy <= parse_bytes(recipe["run"]["host_memory"])
 
-    less = planned(name, "--set", "cpu_adam.moments=bf16")
-    there = {**tier(less, "memory", "host"), **tier(less, "checkpoint", "host")}
-    assert sum(there.values()) < rounded * GIB
+    for rounded in re.findall(r"together less than (\d+) with `cpu_adam.moments: bf16`", words):
+        less = planned(name, "--set", "cpu_adam.moments=bf16")
+        there = {**tier(less, "memory", "host"), **tier(less, "checkpoint", "host")}
+        assert sum(there.values()) < int(rounded) * GIB
 
 
 def tier(sizes: dict[str, Any], stage: str, where: str) -> dict[str, int]:
