@@ -29,7 +29,10 @@ def max_world(stages: Stages, device_type: str | None, world: int) -> Iterator[s
     for stage, chosen in stages.items():
         most = chosen.provider.traits.max_world
         if most is not None and world > most:
-            yield f"{chosen.plugin} ({stage}) supports {most} rank{'s' * (most > 1)}, and this run has {world}"
+            yield (
+                f"{chosen.plugin} ({stage}) supports {most} rank{'s' * (most > 1)}, and this run has {world}: choose "
+                f"another plugin for {stage}, or start fewer ranks"
+            )
 
 
 def gradients(stages: Stages, device_type: str | None, world: int) -> Iterator[str]:
