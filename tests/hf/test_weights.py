@@ -26,7 +26,9 @@ def test_random_weights_have_transformers_distribution(tmp_path, family):
         if value.std() == 0 or value.numel() == 1:
             assert torch.equal(ours[name], value), name
         else:
-            assert ours[name].std().item() == pytest.approx(value.std().item(), rel=0.15), name
+            # the deviation of n numbers is known to 1 / sqrt(2n) of itself, that of two draws to sqrt(2) times that
+            few = 6 / value.numel() ** 0.5
+            assert ours[name].std().item() == pytest.approx(value.std().item(), rel=few), name
             assert abs(ours[name].mean().item()) < 4 * value.std().item() / value.numel() ** 0.5, name
 
 

@@ -275,10 +275,12 @@ def _steps(comm: Comm, device: torch.device) -> tuple[list[dict[str, Tensor]], l
             if ready is None:
                 landing.wait()
             sink(extent, ready)
-        told.append(comm.finish())
-        if comm.world == 1:  # nothing travels, so comm need not have waited
+        if (
+            comm.world == 1
+        ):  # nothing travels, so comm need not have waited; if it reads anything, it must have
             for landing in landings:
                 landing.wait()
+        told.append(comm.finish())
         sums.append({extent.name: buffer.span(i).cpu().clone() for i, extent in enumerate(order)})
     return sums, told
 
