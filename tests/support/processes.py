@@ -93,6 +93,14 @@ def workers_of(process):
     return [pid for pid in below(process) if WORKER in command_line(pid)]
 
 
+def has_open(pid, path):
+    """Whether a process has a file open."""
+    try:
+        return any(os.path.realpath(entry) == str(path) for entry in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False
+
+
 def alive(pid):
     """Whether a process runs; one that has ended and was not waited for does not."""
     try:
