@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -11,9 +12,26 @@ from trainforge.stages import Batch, ModelSpec
 
 
 def sample(
+    model: ModelSpec,
+    prompt: Sequence[int],
+    count: int,
+    temperature: float,
+    seed: int,
+    device: torch.device,
+    *,
+    compiled: bool,
+) -> list[int]:
+    """Sample `count` tokens after `prompt`; temperature 0 takes the likeliest. Leaves other generators alone.
+
+    Where blocks are `compiled` they run as they are: every length of the text would be compiled anew.
+    """
+    with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        return _sample(model, prompt, count, temperature, seed, device)
+
+
+def _sample(
     model: ModelSpec, prompt: Sequence[int], count: int, temperature: float, seed: int, device: torch.device
 ) -> list[int]:
-    """Sample `count` tokens after `prompt`; temperature 0 takes the likeliest. Leaves other generators alone."""
     generator = torch.Generator(device).manual_seed(seed)
     ids = list(prompt) or [0]
     for _ in range(count):

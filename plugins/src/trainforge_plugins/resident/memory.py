@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from trainforge.context import Context
 from trainforge.errors import CheckpointError, ConfigError
-from trainforge.seeding import seed_everything
 from trainforge.stages import (
     Batch,
     Memory,
@@ -24,6 +23,7 @@ from trainforge.stages import (
 from trainforge.toolbox.chunked_loss import chunked_cross_entropy
 from trainforge.toolbox.compiling import check_compiler
 from trainforge.toolbox.dtypes import working_dtype
+from trainforge.toolbox.micro_batch import losses_of, train_micro_batch
 from trainforge.toolbox.parameters import global_norm, move_buffers, persistent_buffers, squared_norms
 from trainforge.toolbox.recompute import recompute_blocks
 from trainforge.toolbox.sampling import sample
@@ -84,13 +84,7 @@ class Resident(Memory):
         return total
 
     def _micro_batch(self, batch: Batch, scale: float) -> Tensor:
-        seed_everything(batch.seed)
-        batch = batch.to(self.device)
-        hidden, aux = self.model.hidden(batch)
-        loss = self._loss(hidden, batch.labels, scale)
-        # An auxiliary loss is a mean over this micro-batch: it weighs as much as the micro-batch's share of tokens.
-        (loss if aux is None else loss + aux * (batch.supervised * scale)).backward()
-        return loss.detach()
+        return train_micro_batch(self.model, batch, scale, self._loss, self.device)
 
     def _loss(self, hidden: Tensor, labels: Tensor, scale: float) -> Tensor:
         head_parameters = [self.buffers.parameters[name] for name in self.model.head_parameters]
@@ -139,22 +133,14 @@ class Resident(Memory):
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
         """Summed cross-entropy of each batch, without dropout."""
         with self._inference():
-            losses = [self._evaluate(batch.to(self.device)) for batch in batches]
-        return torch.stack(losses) if losses else torch.zeros(0, device=self.device)
-
-    def _evaluate(self, batch: Batch) -> Tensor:
-        if batch.supervised == 0:
-            return torch.zeros((), device=self.device)
-        return self._loss(self.model.hidden(batch)[0], batch.labels, 1.0)
+            return losses_of(self.model, batches, self._loss, self.device)
 
     def generate(
         self, prompt: Sequence[int], count: int, *, temperature: float = 0.8, seed: int = 0
     ) -> list[int]:
         """Sample by running the model over the growing text (the last `max_positions` tokens of it)."""
-        # every length of the text would be compiled anew
-        eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
-        with eager, self._inference():
-            return sample(self.model, prompt, count, temperature, seed, self.device)
+        with self._inference():
+            return sample(self.model, prompt, count, temperature, seed, self.device, compiled=self.compiled)
 
     def weights(self, name: str) -> Tensor:
         """The whole master on the CPU: exact bits, put together from the shards of a replica."""
