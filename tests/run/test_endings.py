@@ -4,6 +4,7 @@ import importlib
 import json
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +18,13 @@ from trainforge.errors import (
     DataExhausted,
     OutOfMemory,
     ProviderError,
+    RanksError,
     TrainForgeError,
 )
 from trainforge.exporting import export_run
+from trainforge.runner import _blaming_who_works
 from trainforge.stages import Comm
+from trainforge.toolbox import micro_batch
 from trainforge_plugins.dcp.checkpoint import DcpCheckpoint
 from trainforge_plugins.hf.spec import HuggingFaceModel
 from trainforge_plugins.resident.memory import Resident
@@ -173,11 +177,32 @@ def signal_during(patched, owner, method, call=1):
     return calls
 
 
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_rank_that_is_left_alone_says_which_save_failed_if_that_is_why(monkeypatch, failed):
+    """The save failed everywhere; this rank hears of it only after the other has gone."""
+    asked = []
+
+    def committed():
+        asked.append(1)
+        if failed and len(asked) == 3:
+            raise CheckpointError("no room for a checkpoint")
+        return []
+
+    monkeypatch.setattr("trainforge.runner._HEARSAY_S", 0.5)
+    run = SimpleNamespace(stages=SimpleNamespace(checkpoint=SimpleNamespace(committed=committed)))
+    expected = (
+        pytest.raises(CheckpointError, match="no room") if failed else pytest.raises(RanksError, match="gone")
+    )
+    with expected, _blaming_who_works(run):
+        raise RanksError("rank 0 is gone")
+    assert len(asked) >= 3
+
+
 def test_an_evaluation_stops_within_a_batch_and_is_no_evaluation(tmp_path, monkeypatch):
     recipe = write_recipe(tmp_path, 20, train={"steps": 4, "eval_every": 2}, text={"validation": 10})
     whole = run(recipe, tmp_path / "whole")
     with monkeypatch.context() as patched:
-        evaluated = signal_during(patched, Resident, "_evaluate", call=2)
+        evaluated = signal_during(patched, micro_batch, "loss_of", call=2)
         stopped = run(recipe, tmp_path / "run")
     assert (stopped.code, stopped.summary["status"], stopped.summary["steps"]) == (3, "stopped", 2)
     assert stopped.summary["eval_loss"] is None
@@ -187,13 +212,17 @@ def test_an_evaluation_stops_within_a_batch_and_is_no_evaluation(tmp_path, monke
     assert resumed.summary["weights_digest"] == whole.summary["weights_digest"]
 
 
-@pytest.mark.parametrize("place", ["forward_backward", "_evaluate"])
-def test_stopped_on_the_very_last_step(tmp_path, monkeypatch, place):
+@pytest.mark.parametrize(
+    ("owner", "place"),
+    [(Resident, "forward_backward"), (micro_batch, "loss_of")],
+    ids=["training", "evaluating"],
+)
+def test_stopped_on_the_very_last_step(tmp_path, monkeypatch, owner, place):
     """All steps are saved; what is left, the last evaluation, is made up for by the next start."""
     recipe = write_recipe(tmp_path, 20, train={"steps": 3}, text={"validation": 10})
     whole = run(recipe, tmp_path / "whole")
     with monkeypatch.context() as patched:
-        signal_during(patched, Resident, place, call=3)
+        signal_during(patched, owner, place, call=3)
         stopped = run(recipe, tmp_path / "run")
     assert (stopped.code, stopped.summary["status"], stopped.summary["steps"]) == (3, "stopped", 3)
     assert stopped.summary["eval_loss"] is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from trainforge.patience import judge, stops_early, why_early
 from trainforge.provider import STAGES
 from trainforge.ranks import Ranks, default_threads, device_note, pick_device
 from trainforge.runfolder import RunFolder
+from trainforge.saving import tell_committed
 from trainforge.signals import Stopped, StopSignals
 from trainforge.summary import show_summary, summarise
 from trainforge.wording import counted
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["Run", "Stages", "carry_out", "run_plan"]
 
 EXIT_DONE, EXIT_FAILED, EXIT_STOPPED = 0, 1, 3
+
+_HEARSAY_S = 2.0  # a rank that waits for how a save ends looks four times a second
 
 
 def run_plan(plan: Plan, options: RunOptions) -> int:
@@ -241,6 +245,9 @@ def _blaming_who_works(run: Run) -> Iterator[None]:
     except UserError as error:
         error.exit_code = EXIT_FAILED  # what the user must change came to light after the run had begun
         raise
+    except RanksError as error:
+        _tell_of_a_failed_save(run, error)
+        raise
     except TrainForgeError:
         raise
     except DataExhausted as error:
@@ -253,6 +260,21 @@ def _blaming_who_works(run: Run) -> Iterator[None]:
     except Exception as error:
         stage, doing = run.doing
         raise explained(error, run.ctx, run.plan.chosen[stage].plugin, stage, doing) from error
+
+
+def _tell_of_a_failed_save(run: Run, error: RanksError) -> None:
+    """Another rank is gone: raise what went wrong with a save, if that is why.
+
+    A save that fails on one rank fails on all, but in the background, and each rank hears of it in its own time. The
+    first to hear ends; for the others that must not look like a rank that died.
+    """
+    deadline = time.monotonic() + _HEARSAY_S
+    while time.monotonic() < deadline:
+        try:
+            tell_committed(run)
+        except TrainForgeError as reason:
+            raise reason from error
+        time.sleep(0.05)
 
 
 def _batching(train: TrainSection, world: int, saved: dict[str, Any] | None) -> Batching:

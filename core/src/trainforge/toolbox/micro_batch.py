@@ -35,13 +35,14 @@ def train_micro_batch(
 
 
 def losses_of(model: ModelSpec, batches: Iterable[Batch], loss: Loss, device: torch.device) -> Tensor:
-    """Summed cross-entropy of each batch, fp32 `[number of batches]` on `device`; 0 without a supervised token."""
-
-    def of(batch: Batch) -> Tensor:
-        if batch.supervised == 0:
-            return torch.zeros((), device=device)
-        batch = batch.to(device)
-        return loss(model.hidden(batch)[0], batch.labels, 1.0)
-
-    losses = [of(batch) for batch in batches]
+    """Summed cross-entropy of each batch, fp32 `[number of batches]` on `device`."""
+    losses = [loss_of(model, batch, loss, device) for batch in batches]
     return torch.stack(losses) if losses else torch.zeros(0, device=device)
+
+
+def loss_of(model: ModelSpec, batch: Batch, loss: Loss, device: torch.device) -> Tensor:
+    """Summed cross-entropy of a batch, 0-dim fp32 on `device`; 0 without a supervised token."""
+    if batch.supervised == 0:
+        return torch.zeros((), device=device)
+    batch = batch.to(device)
+    return loss(model.hidden(batch)[0], batch.labels, 1.0)
