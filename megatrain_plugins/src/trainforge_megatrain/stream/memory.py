@@ -29,7 +29,7 @@ from trainforge_megatrain.stream.offload import Offload
 from trainforge_megatrain.stream.rooms import Rooms
 from trainforge_megatrain.stream.units import Place, Unit, allocate, divide
 from trainforge_megatrain.stream.updates import Updates
-from trainforge_megatrain.stream.walk import Walk
+from trainforge_megatrain.stream.walk import Walk, micro_batch_threads
 
 WAITS = (
     "a block's update before its weights go up",
@@ -100,6 +100,7 @@ class Stream(Memory):
         self.others = [unit for unit in self.units if unit.block is None]
         self.head = [unit for unit in self.units[-1:] if self.blocks and unit.block is None]
         self.walk: Walk | None = None
+        self._threads = micro_batch_threads(ctx.batching.accumulate)
         self.explained: Callable[[str], AbstractContextManager[None]] = lambda doing: nullcontext()
         self.closing = ExitStack()
         self._steps = 0
@@ -192,6 +193,7 @@ class Stream(Memory):
                 self.device,
                 self._enter,
                 finish,
+                self._threads,
                 self.offload,
             )
             try:
@@ -314,8 +316,10 @@ class Stream(Memory):
         return {"waited_for_update_ms": waited * 1000 / steps}
 
     def close(self) -> None:
-        """End the update thread and take the hooks off."""
+        """End the threads and take the hooks off."""
         with self.closing:
+            for thread in self._threads:
+                thread.shutdown()
             for handle in self._handles:
                 handle.remove()
             self.updates.close()

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ class Stopped(Exception):
     """Another micro-batch has failed."""
 
 
+def micro_batch_threads(count: int) -> list[ThreadPoolExecutor]:
+    """A thread for each of a step's micro-batches; none where there is only one.
+
+    They live as long as the run: cuDNN's plans are kept per thread, and a new thread's first attention takes 60 ms.
+    """
+    return [ThreadPoolExecutor(1, f"micro-batch {index}") for index in range(count if count > 1 else 0)]
+
+
 class Walk:
     """One step.
 
@@ -37,6 +46,7 @@ class Walk:
         blocks: repeated blocks of the model.
         enter: `enter(unit, direction)` readies a block's weights; forward is 1, backward -1.
         ended: `ended(unit)` is called when the last micro-batch has left the block's backward.
+        threads: one for each micro-batch (see `micro_batch_threads`); a single one needs none.
         offload: takes the inputs of recomputed blocks to host RAM; None keeps them on the device.
     """
 
@@ -48,9 +58,11 @@ class Walk:
         device: torch.device,
         enter: Callable[[Unit, int], None],
         ended: Callable[[Unit], None],
+        threads: Sequence[Executor] = (),
         offload: Offload | None = None,
     ) -> None:
         self._count, self._blocks, self._device = count, blocks, device
+        self._threads = threads
         self._enter, self._ended, self._offload = enter, ended, offload
         self._streams, self._compute = streams, streams.current()
         self._positions: list[float] = [-1.0] * count
@@ -84,21 +96,15 @@ class Walk:
             with torch.autograd.set_multithreading_enabled(False):
                 return [work(0)]
         results: list[Tensor | None] = [None] * self._count
-        threads = [
-            threading.Thread(
-                target=self._thread, args=(index, work, results), name=f"micro-batch {index}", daemon=True
-            )
-            for index in range(self._count)
-        ]
+        started = 0
         try:
-            for thread in threads:
-                thread.start()
+            for index in range(self._count):
+                self._threads[index].submit(self._thread, index, work, results)
+                started += 1
             self._await_all()
         except BaseException as error:  # Ctrl-C: they must have ended before anybody gives their memory back
             self._fail(error)
-            for index, thread in enumerate(threads):
-                if thread.ident is None:  # the system gave no more threads
-                    self._positions[index] = math.inf
+            self._positions[started:] = [math.inf] * (self._count - started)
             self._await_all()
         if self._error is not None:
             raise self._error
@@ -122,7 +128,7 @@ class Walk:
                 self._ended_one.notify()
 
     def _await_all(self) -> None:
-        """Wait for the end of every micro-batch; a join that is interrupted would take its thread for ended."""
+        """Wait for the end of every micro-batch."""
         with self._ended_one:
             self._ended_one.wait_for(lambda: all(position == math.inf for position in self._positions))
 
