@@ -96,8 +96,8 @@ def main() -> None:
     show(
         "stream_gpu",
         f"Median of {STEPS - WARMUP} steps after {WARMUP}; real tokens per second. limit: forward and backward alone, "
-        "resident, each block recomputed. Of plan: share of the speed that the plan's bound allows. GiB: peak reserved by "
-        "PyTorch; peak resident set of the process.",
+        "resident, each block recomputed. Of plan: share of the speed that the plan's bound allows. GiB: peak "
+        "reserved by PyTorch; peak resident set of the process.",
         (
             "case",
             "budget",
