@@ -132,6 +132,19 @@ def test_without_room_to_measure_the_device_is_filled(tmp_path, monkeypatch):
     assert any("no room on the device to measure" in line for line in lines)
 
 
+def test_a_plan_without_room_to_measure_is_still_a_plan(monkeypatch):
+    def no_room(*_args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(estimate, "rates_of_this_machine", no_room)
+    done = plan(recipe(), "--set", "stream.gpu_budget=8GiB")
+    assert done.exit_code == 0, done.output
+    shown = " ".join(done.output.split())
+    assert "no room on the device to measure its speed" in shown
+    assert "6 of 6 blocks live on the device" in shown
+    assert "tokens/s at most" not in shown
+
+
 def test_page_locking_can_be_switched_off(tmp_path, monkeypatch):
     asked: list[bool] = []
     real = Streams.host

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.stream.plans import RATES, described, sizes_of
 
 from trainforge.toolbox.parameters import flat_layout
-from trainforge_megatrain.stream.forecast import Work, _play, forecast, step_flops
+from trainforge_megatrain.stream.forecast import Work, _play, forecast, head_flops, step_flops
 from trainforge_megatrain.stream.placement import Room, better, place
 from trainforge_megatrain.stream.sizes import on_device, on_host
 from trainforge_megatrain.stream.units import Place, Unit, divide
@@ -24,11 +24,11 @@ def units_at(*places: Place) -> list[Unit]:
     return [Unit(f"block {index}", index, LAYOUT, 0, place) for index, place in enumerate(places)]
 
 
-def steady(units, works, slots=2, overlaps=True):
+def steady(units, works, slots=2, overlaps=True, loss=0.0):
     """A step in its steady state: (forward, whole)."""
     landed = dict.fromkeys(units, 0.0)
     for _ in range(3):
-        turn, end, landed = _play(units, works, slots, landed, overlaps=overlaps)
+        turn, end, landed = _play(units, works, slots, landed, loss, overlaps=overlaps)
     return turn, end
 
 
@@ -40,6 +40,12 @@ def all_alike(units, **seconds):
 def test_on_the_device_it_is_computing_and_the_update():
     units = units_at(*[Place.DEVICE] * 4)
     assert steady(units, all_alike(units, forward=1, backward=2, update=0.5)) == (4 * 1 + 4 * 0.5, 14)
+
+
+def test_the_loss_lies_between_forward_and_backward():
+    units = units_at(*[Place.STREAMED] * 4)
+    works = all_alike(units, forward=1, backward=3, upload=0.25)
+    assert steady(units, works, loss=2) == (4.25 + 2, 4.25 + 2 + 12)
 
 
 def test_when_nothing_is_slow_only_the_first_upload_shows():
@@ -117,11 +123,21 @@ def test_flops_are_the_models_own_and_shared_out(tmp_path):
     ctx.row_tokens = 32
     units = divide(ctx.model)
     flops = step_flops(units, ctx.model, sizes_of(ctx))
-    assert sum(flops.values()) == pytest.approx(ctx.model.flops_per_token(32) * 6 * 32)
+    head = head_flops(ctx.model, sizes_of(ctx))
+    assert head == pytest.approx(6 * 264 * 64 * 6 * 32)
+    assert sum(flops.values()) + head == pytest.approx(ctx.model.flops_per_token(32) * 6 * 32)
     assert flops[units[0]] == 0  # a look-up
-    head = 264 * 64 + 64
-    assert flops[units[-1]] == pytest.approx(6 * head * 6 * 32)
+    assert flops[units[-1]] == pytest.approx(6 * 64 * 6 * 32)  # the last norm
     assert len({round(flops[unit]) for unit in units[1:-1]}) == 1
+
+
+def test_the_head_takes_what_was_measured_or_its_flops(tmp_path):
+    ctx = described(tmp_path, micro_batch=2, accumulate=3)
+    ctx.row_tokens = 32
+    units, sizes = divide(ctx.model), sizes_of(ctx)
+    counted = forecast(units, ctx.model, sizes, RATES).forward.terms["compute"]
+    measured = forecast(units, ctx.model, sizes, replace(RATES, head=64.0)).forward.terms["compute"]
+    assert measured - counted == pytest.approx(6 * 32 / 64 - 6 * 264 * 64 * 6 * 32 / RATES.compute)
 
 
 @pytest.fixture

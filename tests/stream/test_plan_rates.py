@@ -11,9 +11,10 @@ from tests.stream.plans import QWEN, RATES, described, sizes_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainforge.context import Context
-from trainforge_megatrain.stream import StreamSection, block_speed, rates
-from trainforge_megatrain.stream.block_speed import block_flops_per_s
+from trainforge_megatrain.stream import StreamSection, rates
+from trainforge_megatrain.stream import model_speed as model_speed_module
 from trainforge_megatrain.stream.forecast import Rates, step_flops
+from trainforge_megatrain.stream.model_speed import ModelSpeed, model_speed
 from trainforge_megatrain.stream.units import divide
 
 
@@ -84,9 +85,11 @@ def test_a_block_runs_by_itself_and_the_model_is_as_it_was(tmp_path, family):
     ctx = described(tmp_path, FAMILIES[family], micro_batch=2)
     ctx.row_tokens = 32
     before = torch.get_rng_state()
-    speed = block_flops_per_s(torch.device("cpu"), torch.float32, ctx.model, sizes_of(ctx))
-    assert speed is not None
-    assert 1e5 < speed < 1e13
+    speed = model_speed(torch.device("cpu"), torch.float32, ctx.model, sizes_of(ctx))
+    assert speed.block is not None
+    assert 1e5 < speed.block < 1e13
+    assert speed.head is not None
+    assert 10 < speed.head < 1e9
     assert torch.equal(torch.get_rng_state(), before)
     module = ctx.model.module
     assert all(parameter.is_meta for parameter in module.parameters())
@@ -100,25 +103,26 @@ def test_the_speed_is_the_blocks_flops_over_its_time(tmp_path, monkeypatch):
     ctx = described(tmp_path, micro_batch=2, accumulate=3)
     ctx.row_tokens = 32
     counted = []
-    real = block_speed._seconds
+    real = model_speed_module._fastest
 
-    def seconds(*args) -> float:
+    def fastest(*args) -> float:
         with FlopCounterMode(display=False) as counter:
             real(*args)
-        counted.append(counter.get_total_flops() / (block_speed._ROUNDS + 1))
+        counted.append(counter.get_total_flops() / (model_speed_module._ROUNDS + 1))
         return 1.0
 
-    monkeypatch.setattr(block_speed, "_seconds", seconds)
-    speed = block_flops_per_s(torch.device("cpu"), torch.float32, ctx.model, sizes_of(ctx))
+    monkeypatch.setattr(model_speed_module, "_fastest", fastest)
+    speed = model_speed(torch.device("cpu"), torch.float32, ctx.model, sizes_of(ctx))
     matrices = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160
-    assert counted == [(8 * matrices - 2 * 64 * 160) * 2 * 32]
-    assert speed == pytest.approx(8 * matrices * 2 * 32, rel=0.06)
+    assert counted == [(8 * matrices - 2 * 64 * 160) * 2 * 32, 6 * 64 * 264 * 2 * 32]
+    assert speed.block == pytest.approx(8 * matrices * 2 * 32, rel=0.06)
+    assert speed.head == 2 * 32
     flops = step_flops(divide(ctx.model), ctx.model, sizes_of(ctx))
-    assert speed == pytest.approx(next(f for u, f in flops.items() if u.block == 5) / 3 * 4 / 3)
+    assert speed.block == pytest.approx(next(f for u, f in flops.items() if u.block == 5) / 3 * 4 / 3)
 
 
 def test_a_block_that_cannot_run_by_itself_gives_nothing(tmp_path, monkeypatch):
     ctx = described(tmp_path)
     monkeypatch.setattr(type(ctx.model), "hidden", lambda self, batch: 1 / 0)
-    assert block_flops_per_s(torch.device("cpu"), torch.float32, ctx.model, sizes_of(ctx)) is None
+    assert model_speed(torch.device("cpu"), torch.float32, ctx.model, sizes_of(ctx)) == ModelSpeed()
     assert all(parameter.is_meta for parameter in ctx.model.module.parameters())

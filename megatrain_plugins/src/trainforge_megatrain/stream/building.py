@@ -20,7 +20,7 @@ from trainforge_megatrain.stream.forecast import Rates
 from trainforge_megatrain.stream.limits import budget_of
 from trainforge_megatrain.stream.memory import Stream
 from trainforge_megatrain.stream.oom import explained_memory
-from trainforge_megatrain.stream.rates import rates_of_this_machine
+from trainforge_megatrain.stream.rates import NO_ROOM, if_there_is_room, rates_of_this_machine
 from trainforge_megatrain.stream.sizes import Sizes
 from trainforge_megatrain.stream.units import Unit
 
@@ -64,13 +64,10 @@ def build(ctx: Context, section: StreamSection) -> Stream:
 def _rates(ctx: Context, section: StreamSection) -> Rates | None:
     """Rates of this machine; None where the budget leaves no room to measure them."""
     sizes = Sizes.of(ctx, ctx.model, ctx.optimizer, section)
-    try:
-        return rates_of_this_machine(ctx, ctx.model, ctx.optimizer, section, sizes)
-    except torch.OutOfMemoryError:
-        ctx.console.warn(
-            "stream: no room on the device to measure its speed, so it is filled in forward order"
-        )
-        return None
+    rates = if_there_is_room(lambda: rates_of_this_machine(ctx, ctx.model, ctx.optimizer, section, sizes))
+    if rates is None:
+        ctx.console.warn(NO_ROOM)
+    return rates
 
 
 def limit_device(device: torch.device, budget: int | None) -> None:

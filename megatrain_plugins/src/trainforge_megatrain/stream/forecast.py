@@ -28,6 +28,7 @@ class Rates:
         host_update, device_update: parameters/s that the optimizer updates there.
         overlaps: copies run beside the computation; on a CPU they take its time.
         of_a_block: `compute` was measured with a real block.
+        head: tokens/s through the output head and the loss, forward and backward; None: as its FLOPs at `compute`.
     """
 
     compute: float
@@ -37,6 +38,7 @@ class Rates:
     device_update: float
     overlaps: bool = True
     of_a_block: bool = False
+    head: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A step in its steady state. `forward` begins when the gradient's norm is known: the update belongs to it."""
+    """A step in its steady state.
+
+    `forward` begins when the gradient's norm is known, so the update belongs to it, and ends with the loss, whose
+    gradient is taken chunk by chunk.
+    """
 
     forward: Phase
     backward: Phase
@@ -89,16 +95,16 @@ class Forecast:
 
 def forecast(units: Sequence[Unit], model: ModelSpec, sizes: Sizes, rates: Rates) -> Forecast:
     """How long a step takes with the units placed as they are."""
-    works = _works(units, model, sizes, rates)
+    works, loss = _works(units, model, sizes, rates), _loss_seconds(model, sizes, rates)
     landed = dict.fromkeys(units, 0.0)
-    _, _, landed = _play(units, works, sizes.slots, landed, overlaps=rates.overlaps)
-    turn, end, _ = _play(units, works, sizes.slots, landed, overlaps=rates.overlaps)
+    _, _, landed = _play(units, works, sizes.slots, landed, loss, overlaps=rates.overlaps)
+    turn, end, _ = _play(units, works, sizes.slots, landed, loss, overlaps=rates.overlaps)
     host = [unit for unit in units if unit.place is not Place.DEVICE]
     there = [unit for unit in units if unit.place is Place.DEVICE]
     up = sum(works[unit].upload for unit in host)
     again = sum(works[unit].upload for unit in host if unit.place is Place.STREAMED)
     forward = {
-        "compute": sum(work.forward for work in works.values()) + sum(works[unit].update for unit in there),
+        "compute": sum(w.forward for w in works.values()) + loss + sum(works[unit].update for unit in there),
         "upload": up,
         "host update": sum(works[unit].update for unit in host),
         "download": sum(work.inputs_down for work in works.values()),
@@ -131,20 +137,19 @@ def _works(units: Sequence[Unit], model: ModelSpec, sizes: Sizes, rates: Rates) 
 
 
 def step_flops(units: Sequence[Unit], model: ModelSpec, sizes: Sizes) -> dict[Unit, float]:
-    """FLOPs of forward and backward per step, without recomputation: the model's own count, shared out by weights.
+    """FLOPs of forward and backward per step, without recomputation and output head (`head_flops`).
 
-    A look-up multiplies nothing; attention is counted with the blocks.
+    The model's own count is shared out by weights; attention is counted with the blocks. A look-up multiplies nothing.
     """
-    head = set(model.head_parameters)
     weights = {
         unit: sum(
             spec.elements * (sizes.active if spec.experts else 1.0)
             for spec in unit.specs
-            if spec.kind != "embedding" or spec.name in head
+            if spec.kind != "embedding" and spec.name not in model.head_parameters
         )
         for unit in units
     }
-    whole = model.flops_per_token(sizes.row) * sizes.step_tokens
+    whole = model.flops_per_token(sizes.row) * sizes.step_tokens - head_flops(model, sizes)
     outside = {u: 6 * weights[u] * sizes.step_tokens for u in units if u.block is None}
     inside = sum(weights[unit] for unit in units if unit.block is not None)
     if not inside:
@@ -153,11 +158,24 @@ def step_flops(units: Sequence[Unit], model: ModelSpec, sizes: Sizes) -> dict[Un
     return {u: outside[u] if u.block is None else rest * weights[u] / inside for u in units}
 
 
+def head_flops(model: ModelSpec, sizes: Sizes) -> float:
+    """FLOPs of the output head's products per step."""
+    head = sum(spec.elements for spec in model.parameters if spec.name in model.head_parameters)
+    return 6.0 * head * sizes.step_tokens
+
+
+def _loss_seconds(model: ModelSpec, sizes: Sizes, rates: Rates) -> float:
+    if rates.head is not None:
+        return sizes.step_tokens / rates.head
+    return head_flops(model, sizes) / rates.compute
+
+
 def _play(
     units: Sequence[Unit],
     works: Mapping[Unit, Work],
     slots: int,
     landed: Mapping[Unit, float],
+    loss: float,
     *,
     overlaps: bool,
 ) -> tuple[float, float, dict[Unit, float]]:
@@ -165,6 +183,7 @@ def _play(
 
     Args:
         landed: when the last step's gradients of each unit are in host RAM, on this step's clock.
+        loss: seconds of the output head and the loss.
 
     Returns:
         The moment when forward ends; when the next norm is known; and `landed` for the next step.
@@ -200,7 +219,7 @@ def _play(
         device += works[unit].forward
         if unit in slot:
             read[slot[unit]] = device
-    turn = device
+    turn = device = device + loss
     upload = max(upload, turn)  # what comes up again is asked for in backward
     sent = [0.0] * _BOXES
     arrived, boxed = dict.fromkeys(units, 0.0), 0

@@ -22,8 +22,8 @@ from trainforge.toolbox.dtypes import working_dtype
 from trainforge.toolbox.parameters import flat_layout
 from trainforge.toolbox.streams import Streams
 from trainforge_megatrain.stream import StreamSection
-from trainforge_megatrain.stream.block_speed import block_flops_per_s
 from trainforge_megatrain.stream.forecast import Rates
+from trainforge_megatrain.stream.model_speed import ModelSpeed, model_speed
 from trainforge_megatrain.stream.sizes import Sizes
 from trainforge_megatrain.stream.units import Place, Unit, allocate
 from trainforge_megatrain.stream.updates import Updates
@@ -53,6 +53,17 @@ def rates_of_this_machine(
     return rates
 
 
+NO_ROOM = "stream: no room on the device to measure its speed, so it is filled in forward order"
+
+
+def if_there_is_room(measured: Callable[[], Rates]) -> Rates | None:
+    """`measured()`, or None where the device has no room to measure."""
+    try:
+        return measured()
+    except torch.OutOfMemoryError:
+        return None
+
+
 def measure(
     ctx: Context, model: ModelSpec, optimizer: Optimizer, section: StreamSection, sizes: Sizes
 ) -> Rates:
@@ -63,8 +74,8 @@ def measure(
     halves = section.master == "split"
     host = _updates(device, optimizer, dtype, Place.STREAMED, halves=halves)
     there = _updates(device, optimizer, dtype, Place.DEVICE, halves=halves) if accelerated else host
-    block = block_flops_per_s(device, dtype, model, sizes) if accelerated else None
-    compute = block or _product(device, dtype)
+    speed = model_speed(device, dtype, model, sizes) if accelerated else ModelSpeed()
+    compute = speed.block or _product(device, dtype)
     if accelerated:
         torch.get_device_module(device).empty_cache()
     return Rates(
@@ -74,7 +85,8 @@ def measure(
         host_update=host,
         device_update=there,
         overlaps=accelerated,
-        of_a_block=block is not None,
+        of_a_block=speed.block is not None,
+        head=speed.head,
     )
 
 
@@ -99,7 +111,7 @@ def _facts(
         "halves": optimizer.takes_split_masters,
         "state": {key: value.dtype for key, value in state.items()},
         "stream": [section.master, section.pin],
-        "block": [sizes.tokens, sizes.row, str(shapes)] if accelerated else None,
+        "model": [sizes.tokens, sizes.row, sizes.chunk, str(shapes)] if accelerated else None,
     }
 
 
@@ -200,8 +212,9 @@ def _wait(place: str, wait: Callable[[], object]) -> None:
 
 def told(rates: Rates) -> Iterable[str]:
     """The rates as `forge plan` tells them."""
+    head = f"; {rates.head:,.0f} tokens/s through the output head and the loss" if rates.head else ""
     yield (
         f"{rates.compute / 1e12:.3g} TFLOP/s ({'a block of this model' if rates.of_a_block else 'a matrix product'}), "
-        f"{rates.upload / 1e9:.3g} GB/s up and {rates.download / 1e9:.3g} down"
+        f"{rates.upload / 1e9:.3g} GB/s up and {rates.download / 1e9:.3g} down{head}"
     )
     yield f"updates {rates.host_update / 1e9:.3g} Gparam/s in host RAM, {rates.device_update / 1e9:.3g} on the device"
