@@ -7,7 +7,7 @@ import sys
 
 CPU = ("startup", "core_overhead", "tokenise", "host_update", "stream_cpu")
 GPU = ("resident_gpu", "stream_gpu")
-BY_NAME = ("crash",)  # no figures, so only when asked for
+BY_NAME = ("crash", "peer_deepspeed")  # only when asked for: no figures; needs DeepSpeed
 
 
 def main(names: list[str]) -> None:
