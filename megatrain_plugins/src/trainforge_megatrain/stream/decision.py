@@ -142,7 +142,7 @@ def placement_line(made: Decision) -> str:
 def step_line(step: Forecast) -> str:
     """How long a step takes, and why."""
     return (
-        f"stream: a step should take {format_seconds(step.seconds)} ({step.tokens_per_s:,.0f} tokens/s at most): "
+        f"stream: a step should take {format_seconds(step.seconds)} ({step.tokens_per_s:,.0f} tokens/s): "
         f"forward {format_seconds(step.forward.seconds)}, longest {_binding(step.forward)}; backward "
         f"{format_seconds(step.backward.seconds)}, longest {_binding(step.backward)}"
     )
