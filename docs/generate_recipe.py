@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 from trainforge.provider import STAGES, Provider, Section
 from trainforge.sections import RunSection, TrainSection
 
-_PARSED = {"parse_seconds": "duration", "parse_bytes": "size", "_cadence": "integer, duration"}
+_PARSED = {"parse_seconds": "duration", "parse_bytes": "size", "_cadence": "integer, duration, `auto`"}
 TARGET = Path(__file__).with_name("recipe.md")
 DISTRIBUTIONS = ("trainforge-plugins", "trainforge-megatrain", "trainforge-loongforge")
 INTRODUCTION = """\

@@ -6,6 +6,7 @@ import ast
 import copy
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +64,7 @@ def text(**keys: Any) -> Sections:
 
 JSONL = "rows.jsonl"
 DIVERGES = train(lr=1e30, clip=None, warmup=0, schedule="constant", steps=8, max_bad_steps=2)
+OFTEN = train(save_every="auto", steps=24)  # the first save after 20 steps, then what was measured
 # the base run: 4 steps of 2 rows of 32 tokens out of 12, two blocks, linear schedule with 3 steps of warm-up, lr 0.01
 EFFECTS = {
     "run.seed": Effect(1, lambda s: (s.ids, digest(s))),
@@ -91,6 +93,9 @@ EFFECTS = {
     "train.compile": Effect(True, lambda s: s.compiled, 0, 2),
     "train.loss_chunk": Effect(7, lambda s: s.head_rows, 64, 7),
     "train.save_every": Effect(1, lambda s: s.saves, 1, 4),
+    "train.mtbf": Effect(
+        40.0, lambda s: re.findall(r"saving about every (.+?) from", s.log), ["1 min 00 s"], ["10.0 s"], OFTEN
+    ),
     "train.keep": Effect(3, lambda s: len(s.checkpoints), 2, 3, train(save_every=1)),
     "train.keep_every": Effect(
         2,
@@ -320,6 +325,7 @@ IN_VAIN = {
     "saving every 0 steps": (train(save_every=0), "train.save_every"),
     "saving every -3 steps": (train(save_every=-3), "train.save_every"),
     "saving every no time": (train(save_every="0s"), "must be longer than nothing"),
+    "failures that nothing is saved by": (train(mtbf="4h", save_every="10min"), "mtbf has no effect without"),
     "an average that forgets nothing": (train(betas=[0.9, 1.0]), "train.betas"),
     "an endless warm-up": (train(warmup=float("inf")), "train.warmup"),
     "half a row": (text(validation=1.5), "must be a share below 1, a whole number of rows, or a path"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainforge.cadence import CadenceClock
+from trainforge.cadence import clock_of_saves
 from trainforge.errors import DataExhausted
 from trainforge.evaluation import EvaluationCut, evaluate
 from trainforge.measure import StepFigures
@@ -44,7 +44,7 @@ def train(run: Run, stop_requested: Callable[[], bool]) -> str:
     Raises:
         DataExhausted: the data of a rank ended before; the steps done are saved.
     """
-    state, save_clock = run.state, CadenceClock(run.train.save_every)
+    state, save_clock = run.state, clock_of_saves(run)
     figures, saved = StepFigures(run), state.step
     stopped, verdict = False, Verdict()
     run.ledger.restart()

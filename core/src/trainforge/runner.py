@@ -154,6 +154,8 @@ def carry_out(run: Run, stop_requested: Callable[[], bool]) -> int:
 def _cadence(every: int | str | None) -> str:
     if every is None:
         return "at the end only (train.save_every)"
+    if every == "auto":
+        return "as often as pays (train.save_every: auto)"
     return f"every {every} steps" if isinstance(every, int) else f"every {every}"
 
 

@@ -7,12 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from trainforge.provider import Section
-from trainforge.units import ByteCount, parse_seconds
+from trainforge.units import ByteCount, Seconds, parse_seconds
 
 
 def _cadence(value: Any) -> Any:
-    """A cadence is a number of steps, or a duration with its unit, kept as text (`10min`)."""
+    """A cadence is a number of steps, or a duration with its unit, kept as text (`10min`), or `auto`."""
     if isinstance(value, str) and not value.strip().isdigit():
+        if value.strip() == "auto":
+            return "auto"
         if parse_seconds(value) == 0:
             raise ValueError("must be longer than nothing")
         return value.strip()
@@ -125,7 +127,15 @@ class TrainSection(Section):
         2048, ge=1, description="tokens per chunk of output head and loss, so logits stay small"
     )
     save_every: Cadence | None = Field(
-        None, description="steps, or a duration such as 10min; null: only at the end"
+        None,
+        description="steps, or a duration such as 10min; null: only at the end; auto: the time that loses least, "
+        "sqrt(2 x what a save costs x `mtbf`), measured while training and said when it changes",
+    )
+    mtbf: Seconds = Field(
+        86400.0,
+        gt=0,
+        description="with `save_every: auto`, the mean time between failures of this run: crashes, power cuts, a queue "
+        "that ends it, such as 4h",
     )
     keep: int = Field(2, ge=1, description="checkpoints to keep; older ones go once a newer one is verified")
     keep_every: int | None = Field(
@@ -167,6 +177,8 @@ class TrainSection(Section):
             )
         if self.keep_every is not None and self.save_every is None:
             raise ValueError("keep_every has no effect without save_every: say how often to save")
+        if self.save_every != "auto" and self.mtbf != type(self).model_fields["mtbf"].default:
+            raise ValueError("mtbf has no effect without save_every: auto")
         for key in ("best", "early_stop"):
             if getattr(self, key) is not None and self.eval_every is None:
                 raise ValueError(f"{key} has no effect without eval_every: say how often to evaluate")
