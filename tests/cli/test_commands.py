@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -236,7 +237,8 @@ def test_pruning_keeps_what_the_recipe_of_the_run_keeps(kept: Path):
     assert there() == [1, 2, 10, 11, 12, 20, 30]
     done = forge("checkpoints", str(kept), "prune").stdout.splitlines()
     assert [line.split(" (")[0] for line in done[:3]] == [f"deleted step {step}" for step in (1, 2, 12)]
-    assert done[3:] == stays
+    assert done[3:-1] == stays
+    assert re.fullmatch(r"freed \d+ B", done[-1])
     assert there() == [10, 11, 20, 30]
 
 
@@ -258,6 +260,69 @@ def test_a_damaged_checkpoint_is_told_and_keeps_the_older_ones(kept: Path):
     assert pruned.exit_code == 1
     assert "nothing was deleted" in pruned.stderr
     assert len(list((kept / "checkpoints").iterdir())) == 3
+
+
+SHARING = """
+import json
+from trainforge.hookspecs import hookimpl
+from trainforge.provider import Provider
+from trainforge.stages import Checkpoint
+
+class Keeper(Checkpoint):
+    def save(self, step, parts): ...
+    def wait(self): ...
+    def restore(self, parts, path): ...
+    def verify(self, path): return []
+    def describe(self, path): return json.loads((path / "checkpoint.json").read_text()).get("said", {})
+
+@hookimpl
+def forge_checkpoint(): return Provider(build=lambda ctx, config: Keeper())
+"""
+
+
+def test_what_a_save_added_and_what_changed_is_shown_where_the_plugin_says_so(kept: Path):
+    tensors = {"memory/master/a": "1", "memory/master/b": "2", "memory/exp_avg/b": "3"}
+    sizes = dict.fromkeys([*tensors, "memory/master/c"], 2**20)
+    later = {**tensors, "memory/master/b": "8", "memory/master/c": "9"}
+    del later["memory/exp_avg/b"]
+    for step, digests, new in ((40, tensors, 3 * 2**20), (50, later, 2**20)):
+        said = {"bytes": 3 * 2**20, "new_bytes": new, "tensors": digests, "tensor_bytes": sizes}
+        checkpoint(kept, step, said=said)
+    assert "ratio" not in forge("checkpoints", str(kept)).stdout  # this plugin does not say it
+    (kept.parent / "keeper.py").write_text(SHARING)
+    header, *rows = [line.split() for line in forge("checkpoints", str(kept)).stdout.splitlines()]
+    assert header[:5] == ["step", "size", "new", "ratio", "writer"]
+    assert ["40", "3.0", "MiB", "3.0", "MiB", "1.0", "keeper"] in [row[:7] for row in rows]
+    assert ["50", "3.0", "MiB", "1.0", "MiB", "3.0", "keeper"] in [row[:7] for row in rows]
+    assert ["30", "keeper"] in [[row[0], row[3]] for row in rows if len(row) > 3]
+    assert forge("checkpoints", str(kept), "diff", "40", "50").stdout.splitlines() == [
+        "changed  memory/master/b",
+        "gone  memory/exp_avg/b",
+        "added  memory/master/c",
+        "step 40 to step 50: 1 (1.0 MiB) of 3 (3.0 MiB) tensors changed, 1 (1.0 MiB) gone, 1 (1.0 MiB) added, 1 are "
+        "the same",
+        "the save of step 50 added 1.0 MiB to the disk",
+    ]
+    silent = forge("checkpoints", str(kept), "diff", "1", "50")
+    assert silent.exit_code == 2  # so the weights must be read, and nothing says of which model they are
+    assert "holds no recipe.yaml" in silent.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["diff", "1"], "diff takes two steps: diff 10 20"),
+        (["diff", "1", "two"], "two is no step"),
+        (["diff", "1", "3"], "step 3: there is no such checkpoint; kept are 1, 2, 30"),
+        (["merge", "30"], "merge takes a step and a folder: merge 20 OUT"),
+        (["merge", "3", "out"], "there is no such checkpoint"),
+        (["list", "30"], "list takes nothing but options"),
+    ],
+)
+def test_what_is_missing_after_an_action_is_said(kept: Path, arguments: list[str], says: str):
+    refused = forge("checkpoints", str(kept), *arguments)
+    assert refused.exit_code == 2
+    assert says in refused.stderr
 
 
 def test_help_is_fast():

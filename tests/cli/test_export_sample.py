@@ -124,3 +124,29 @@ def test_what_cannot_be_continued_is_refused(run_dir: Path, monkeypatch: pytest.
     monkeypatch.setattr(Resident, "generate", Memory.generate)
     result = forge("sample", run_dir, "whale")
     assert (result.exit_code, "its memory plugin resident does not generate" in result.stderr) == (2, True)
+
+
+def test_merging_a_step_is_exporting_it(run_dir: Path):
+    merged = forge("checkpoints", run_dir, "merge", 2, "merged")
+    assert merged.exit_code == 0, merged.output
+    assert forge("export", run_dir, "exported", "--step", 2).stdout.replace("exported to exported", "") == (
+        merged.stdout.replace("exported to merged", "")
+    )
+    files = sorted(path.name for path in Path("exported").iterdir())
+    assert files == sorted(path.name for path in Path("merged").iterdir())
+    for name in files:
+        assert Path("exported", name).read_bytes() == Path("merged", name).read_bytes()
+
+
+def test_without_digests_the_weights_of_two_steps_are_read_and_compared(run_dir: Path):
+    trained = forge("checkpoints", run_dir, "diff", 2, 3)
+    assert trained.exit_code == 0, trained.output
+    *names, total, why = trained.stdout.splitlines()
+    assert "changed  memory/master/model.embed_tokens.weight" in names
+    assert all(name.startswith("changed  memory/master/model.") for name in names)
+    assert total.startswith(f"step 2 to step 3: {len(names)} (")
+    assert total.endswith(") tensors changed, 0 are the same")
+    assert why == "only the weights were compared, by reading them: dcp keeps no digests"
+    same = forge("checkpoints", run_dir, "diff", 3, 3).stdout.splitlines()
+    assert same[0].startswith("step 3 to step 3: 0 of ")
+    assert f" {len(names)} are the same" in same[0]

@@ -10,10 +10,13 @@ import pytest
 from trainforge.checkpoints import (
     checkpoints_folder,
     list_checkpoints,
-    remove_checkpoint,
+    remove_checkpoints,
+    remove_folder,
     verify_checkpoint,
 )
+from trainforge.describing import Description, compare, describe_checkpoints
 from trainforge.errors import CheckpointError, SelectionError, UserError
+from trainforge.stages import CheckpointInfo
 
 
 def write(folder: Path, step: int, **changes: object) -> Path:
@@ -68,8 +71,12 @@ def test_nothing_there_is_an_empty_list(tmp_path: Path):
         '{"step": 1, "writer": "evil.py", "saved_at": 1}',
         '{"step": 1, "writer": "../a", "saved_at": 1}',
         '{"step": 1, "writer": "a", "saved_at": 1, "metrics": [1]}',
+        '{"step": 1, "writer": "a", "saved_at": 1, "bytes": -1}',
+        '{"step": 1, "writer": "a", "saved_at": 1, "bytes": true}',
+        '{"step": 1, "writer": "a", "saved_at": 1, "bytes": 1e999}',
+        '{"step": 1, "writer": "a", "saved_at": 1, "bytes": "many"}',
     ],
-    ids=range(14),
+    ids=range(18),
 )
 def test_an_unusable_checkpoint_json_is_named(tmp_path: Path, text: str):
     path = write(tmp_path, 1)
@@ -102,12 +109,98 @@ def test_a_folder_that_says_another_step_is_refused(tmp_path: Path):
         list_checkpoints(tmp_path)
 
 
-def test_removing_leaves_the_others(tmp_path: Path):
+def test_data_that_lies_elsewhere_counts_as_its_writer_says(tmp_path: Path):
+    write(tmp_path, 1, bytes=5_000_000_000)
+    assert list_checkpoints(tmp_path)[0].bytes == 5_000_000_000
+
+
+def test_removing_leaves_the_others_and_gives_the_bytes(tmp_path: Path):
     for step in (1, 2):
         write(tmp_path, step)
     (tmp_path / ".removing-step-00000001" / "left").mkdir(parents=True)  # an earlier removal was cut short
-    remove_checkpoint(list_checkpoints(tmp_path)[0])
+    (first, _) = list_checkpoints(tmp_path)
+    about = (first.path / "checkpoint.json").stat().st_size
+    assert remove_folder(first.path) == 100 + about
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+PLUGIN = """
+from trainforge.errors import CheckpointError
+from trainforge.hookspecs import hookimpl
+from trainforge.provider import Provider
+from trainforge.stages import Checkpoint
+
+class Sharing(Checkpoint):
+    def save(self, step, parts): ...
+    def wait(self): ...
+    def restore(self, parts, path): ...
+    def verify(self, path): return []
+    def remove(self, paths):
+        (paths[0].parent / "asked").write_text(" ".join(path.name for path in paths))
+        return super().remove(paths) + 1_000_000
+    def describe(self, path):
+        if path.name.endswith("3"):
+            raise CheckpointError("step 3 has no manifest")
+        return {"bytes": 4096, "new_bytes": 1024, "tensors": {"memory/master/w": path.name}}
+    def close(self):
+        print("closed")
+
+@hookimpl
+def forge_checkpoint():
+    return Provider(build=lambda ctx, config: Sharing())
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Checkpoints 1 to 3 of a local plugin `sharing`."""
+    for step in (1, 2, 3):
+        write(tmp_path / "run/checkpoints", step, writer="sharing")
+    file = tmp_path / "sharing.py"
+    file.write_text(PLUGIN)
+    record = {"plugin": "sharing", "reference": str(file)}
+    (tmp_path / "run/plan.json").write_text(json.dumps({"stages": {"checkpoint": record}}))
+    return tmp_path / "run/checkpoints"
+
+
+def test_the_plugin_that_wrote_them_removes_them_all_at_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    infos = list_checkpoints(folder)
+    sizes = sum(info.bytes for info in infos[:2])
+    assert remove_checkpoints(infos[:2]) == sizes + 1_000_000
+    assert (folder / "asked").read_text() == "step-00000001 step-00000002"
+    assert [info.step for info in list_checkpoints(folder)] == [3]
+    assert capsys.readouterr().out == "closed\n"
+
+
+def test_nothing_is_removed_when_one_of_the_plugins_is_not_there(folder: Path):
+    write(folder, 4, writer="nobody_installed")
+    with pytest.raises(SelectionError, match="no plugin is called nobody_installed"):
+        remove_checkpoints(list_checkpoints(folder))
+    assert [info.step for info in list_checkpoints(folder)] == [1, 2, 3, 4]
+
+
+def test_what_plugins_say_of_checkpoints_and_what_they_cannot(folder: Path):
+    write(folder, 0, writer="nobody_installed", bytes=77)
+    zero, one, two, three = describe_checkpoints(list_checkpoints(folder))
+    assert (zero.bytes, zero.new_bytes, zero.tensors) == (77, None, None)
+    assert "no plugin is called nobody_installed" in zero.problem
+    assert (one.bytes, one.new_bytes, one.problem) == (4096, 1024, "")
+    assert two.tensors == {"memory/master/w": "step-00000002"}
+    assert three.problem == "step 3 has no manifest"
+    assert three.bytes == three.info.bytes
+
+
+def described(step: int, tensors: dict[str, str]) -> Description:
+    return Description(CheckpointInfo(step, Path("nowhere"), "a", 0, 0.0), 0, tensors=tensors)
+
+
+def test_tensors_are_compared_by_their_digests():
+    found = compare(
+        described(1, {"x": "1", "y": "2", "z": "3"}), described(2, {"y": "2", "x": "9", "w": "3"})
+    )
+    assert (found.changed, found.gone, found.added, found.same) == (["x"], ["z"], ["w"], 1)
 
 
 def test_an_unknown_writer_is_named(tmp_path: Path):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import re
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,20 +55,55 @@ def verify_checkpoint(info: CheckpointInfo) -> list[str]:
     Raises:
         SelectionError: that plugin is not installed.
     """
-    reader = open_reader(info)
-    try:
+    with contextlib.closing(open_reader(info)) as reader:
         return reader.verify(info.path)
-    finally:
-        reader.close()
 
 
-def remove_checkpoint(info: CheckpointInfo) -> None:
-    """Delete a checkpoint. It loses its name first, so that half a checkpoint never looks like one."""
-    aside = info.path.with_name(f".removing-{info.path.name}")
+def remove_checkpoints(infos: Sequence[CheckpointInfo]) -> int:
+    """Delete checkpoints, each through the plugin that wrote it; gives the bytes freed.
+
+    Raises:
+        SelectionError: such a plugin is not installed. Nothing was deleted.
+    """
+    with open_readers(infos) as readers:
+        return sum(
+            reader.remove([info.path for info in infos if info.writer == writer])
+            for writer, reader in readers.items()
+        )
+
+
+def remove_folder(path: Path) -> int:
+    """Delete a checkpoint's folder and give its size.
+
+    It loses its name first, on the disk too, so that half a checkpoint never looks like one.
+    """
+    aside = path.with_name(f".removing-{path.name}")
     if aside.exists():
         shutil.rmtree(aside)
-    info.path.rename(aside)
+    size = _size(path)
+    path.rename(aside)
+    above = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(above)
+    finally:
+        os.close(above)
     shutil.rmtree(aside)
+    return size
+
+
+@contextlib.contextmanager
+def open_readers(infos: Sequence[CheckpointInfo]) -> Iterator[dict[str, Checkpoint]]:
+    """A reader for each plugin that wrote some of these checkpoints, by its name; closed at the end.
+
+    Raises:
+        SelectionError: such a plugin is not installed.
+    """
+    with contextlib.ExitStack() as closing:
+        first = {info.writer: info for info in reversed(infos)}
+        yield {
+            writer: closing.enter_context(contextlib.closing(open_reader(info)))
+            for writer, info in first.items()
+        }
 
 
 def kept_by_recipe(folder: Path) -> tuple[int | None, str | None]:
@@ -100,11 +138,14 @@ def _about(path: Path) -> dict[str, Any]:
             "saved_at": float(about["saved_at"]),
             "metrics": {str(name): float(value) for name, value in dict(about.get("metrics", {})).items()},
             "finite": about.get("finite", True) is True,
+            "bytes": about.get("bytes"),
         }
         if not re.fullmatch(r"[A-Za-z_][\w.-]*(?<!\.py)", facts["writer"]):
             raise ValueError("writer is no name of a plugin")
         if not math.isfinite(facts["saved_at"]):
             raise ValueError("saved_at is no time")
+        if facts["bytes"] is not None and not (type(facts["bytes"]) is int and facts["bytes"] >= 0):
+            raise ValueError("bytes is no size")
         return facts
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise CheckpointError(
@@ -118,10 +159,14 @@ def _info(step: int, path: Path) -> CheckpointInfo:
         raise CheckpointError(
             f"the checkpoint {path} says in checkpoint.json that it is of step {about['step']}"
         )
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    size = _size(path) if about["bytes"] is None else about["bytes"]
     return CheckpointInfo(
         step, path, about["writer"], size, about["saved_at"], about["metrics"], about["finite"]
     )
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def open_reader(info: CheckpointInfo) -> Checkpoint:

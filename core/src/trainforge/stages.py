@@ -379,8 +379,9 @@ class Checkpoint(Stage, ABC):
     """How a run survives. A committed checkpoint is a folder `step-00000012` with a `checkpoint.json`.
 
     `checkpoint.json` is JSON with at least `step`, `writer` (plugin name), `format` (int), `saved_at` (Unix seconds),
-    `metrics` (of `retention.measured`), `finite` (false when a tensor of key `master` is not). After a save, what
-    `retention.retention` names goes. A folder has its final name, given by rename, only once all of it is on disk.
+    `metrics` (of `retention.measured`), `finite` (false when a tensor of key `master` is not); and `bytes`, the size of
+    its data, when that is not the size of the folder. After a save, what `retention.retention` names goes. A folder has
+    its final name, given by rename, only once all of it is on disk.
     """
 
     @abstractmethod
@@ -408,3 +409,22 @@ class Checkpoint(Stage, ABC):
     @abstractmethod
     def verify(self, path: Path) -> list[str]:
         """Problems of the checkpoint at `path`, each a sentence naming the file; an empty list when it is sound."""
+
+    def remove(self, paths: Sequence[Path]) -> int:
+        """Delete these checkpoints, all of one folder, and give the bytes freed: `forge checkpoints RUN prune`.
+
+        Who shares data between steps overrides it: what a checkpoint that stays needs must stay, also when this is
+        killed in the middle, and while a run saves there.
+        """
+        from trainforge.checkpoints import remove_folder
+
+        return sum(remove_folder(path) for path in paths)
+
+    def describe(self, path: Path) -> Mapping[str, Any]:
+        """What it can say of a checkpoint without reading its data: for `forge checkpoints RUN list` and `diff`.
+
+        Any of these keys: `bytes` (int: its size if it lay there alone), `new_bytes` (int: what its save added to the
+        disk), `tensors` (a digest, as text, of each tensor's content by its name `part/key/name`), `tensor_bytes` (the
+        size of each by the same names).
+        """
+        return {}

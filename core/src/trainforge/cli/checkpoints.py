@@ -1,23 +1,29 @@
-"""`forge checkpoints`: list, verify and prune the checkpoints of a run."""
+"""`forge checkpoints`: look after the checkpoints of a run."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from trainforge.cli.export import export
 from trainforge.cli.group import debug_option
 from trainforge.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
+    from trainforge.describing import Description
     from trainforge.stages import CheckpointInfo
+
+_MORE = {"diff": "two steps: diff 10 20", "merge": "a step and a folder: merge 20 OUT"}
 
 
 @click.command()
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.argument("action", type=click.Choice(["list", "verify", "prune"]), default="list")
+@click.argument("action", type=click.Choice(["list", "verify", "prune", "diff", "merge"]), default="list")
+@click.argument("more", metavar="[A B | STEP OUT]", nargs=-1)
 @click.option("--step", type=click.IntRange(min=0), help="verify: only the checkpoint of this step.")
 @click.option(
     "--keep",
@@ -28,15 +34,29 @@ if TYPE_CHECKING:
 )
 @click.option("--dry-run", is_flag=True, help="prune: only say what would be deleted.")
 @debug_option
-def checkpoints(run_dir: Path, action: str, step: int | None, keep: int, dry_run: bool) -> None:
+@click.pass_context
+def checkpoints(
+    ctx: click.Context,
+    run_dir: Path,
+    action: str,
+    more: tuple[str, ...],
+    step: int | None,
+    keep: int,
+    dry_run: bool,
+) -> None:
     """Look after the checkpoints in the run folder RUN.
 
-    list shows step, size, writer, date and validation loss, and marks the best; verify lets the plugin that wrote
-    each one check it (exit code 1 when one is damaged); prune deletes all but the newest usable ones and those that
-    train.keep_every and train.best of the run's recipe keep, once the newest is found sound.
+    list shows step, size, writer, date and validation loss, and marks the best; where the plugin that wrote them shares
+    data between steps, also what each save added to the disk. verify lets that plugin check each one (exit code 1 when
+    one is damaged). prune deletes all but the newest usable ones and those that train.keep_every and train.best of the
+    run's recipe keep, once the newest is found sound. diff A B says which tensors changed from step A to step B
+    (only of the weights, which are read, where the plugin keeps no digests).
+    merge STEP OUT writes the model of that step into the folder OUT: forge export, which has more options.
     """
     from trainforge.checkpoints import checkpoints_folder, kept_by_recipe, list_checkpoints
 
+    if len(more) != (2 if action in _MORE else 0):
+        raise click.UsageError(f"{action} takes {_MORE.get(action, 'nothing but options')}")
     folder = checkpoints_folder(run_dir)
     found = list_checkpoints(folder)
     if not found:
@@ -44,37 +64,95 @@ def checkpoints(run_dir: Path, action: str, step: int | None, keep: int, dry_run
     if action == "list":
         _list(found)
     elif action == "verify":
-        _verify([info for info in found if step in (None, info.step)], step, found)
+        _verify([_of_step(found, step, "--step ")] if step is not None else found)
+    elif action == "diff":
+        _diff(run_dir, *(_of_step(found, _step(text)) for text in more))
+    elif action == "merge":
+        ctx.invoke(export, run_dir=run_dir, out=Path(more[1]), step=_step(more[0]))
     else:
         _prune(found, keep, *kept_by_recipe(folder), dry_run=dry_run)
+
+
+def _step(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise click.UsageError(f"{text} is no step, such as 1000")
+    return int(text)
+
+
+def _of_step(found: list[CheckpointInfo], step: int, asked: str = "step ") -> CheckpointInfo:
+    for info in found:
+        if info.step == step:
+            return info
+    kept = ", ".join(str(info.step) for info in found)
+    raise UserError(f"{asked}{step}: there is no such checkpoint; kept are {kept}")
 
 
 def _list(found: list[CheckpointInfo]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from trainforge.describing import describe_checkpoints
     from trainforge.retention import best_of
     from trainforge.units import format_bytes
 
-    best = best_of(found, "eval_loss")
-    table = Table("step", "size", "writer", "saved", "eval loss", "", box=None, pad_edge=False)
+    best, about = best_of(found, "eval_loss"), describe_checkpoints(found)
+    shared = any(one.new_bytes is not None for one in about)
+    more = ("new", "ratio") if shared else ()
+    table = Table("step", "size", *more, "writer", "saved", "eval loss", "", box=None, pad_edge=False)
     table.add_column("path", overflow="fold")
-    for info in found:
+    for info, one in zip(found, about, strict=True):
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.saved_at))
         loss = f"{info.metrics['eval_loss']:.4f}" if "eval_loss" in info.metrics else ""
         mark = "best" if info is best else "" if info.finite else "NOT FINITE"
+        new = _new(one) if shared else ()
         table.add_row(
-            str(info.step), format_bytes(info.bytes), info.writer, saved, loss, mark, str(info.path)
+            str(info.step), format_bytes(one.bytes), *new, info.writer, saved, loss, mark, str(info.path)
         )
     Console(highlight=False).print(table)
+    for problem in dict.fromkeys(one.problem for one in about if one.problem):
+        click.echo(problem, err=True)
 
 
-def _verify(chosen: list[CheckpointInfo], step: int | None, found: list[CheckpointInfo]) -> None:
+def _new(one: Description) -> tuple[str, str]:
+    """What its save added to the disk, and how many times less that is than all of it."""
+    from trainforge.units import format_bytes
+
+    if one.new_bytes is None:
+        return "", ""
+    return format_bytes(one.new_bytes), f"{one.bytes / one.new_bytes:.1f}" if one.new_bytes else ""
+
+
+def _diff(run_dir: Path, a: CheckpointInfo, b: CheckpointInfo) -> None:
+    from trainforge.console import TerminalConsole
+    from trainforge.describing import comparable, compare
+    from trainforge.units import format_bytes
+
+    before, after, left_out = comparable(run_dir, a, b, TerminalConsole())
+    found = compare(before, after)
+
+    def counted(names: Sequence[str], one: Description) -> str:
+        known = [one.tensor_bytes[name] for name in names if name in one.tensor_bytes]
+        size = f" ({format_bytes(sum(known))})" if len(known) == len(names) and known else ""
+        return f"{len(names)}{size}"
+
+    for word, names in (("changed", found.changed), ("gone", found.gone), ("added", found.added)):
+        for name in names:
+            click.echo(f"{word}  {name}")
+    totals = [
+        f"{counted(found.changed, after)} of {counted(list(after.tensors or ()), after)} tensors changed"
+    ]
+    totals += [f"{counted(found.gone, before)} gone"] if found.gone else []
+    totals += [f"{counted(found.added, after)} added"] if found.added else []
+    click.echo(f"step {a.step} to step {b.step}: {', '.join(totals)}, {found.same} are the same")
+    if left_out:
+        click.echo(left_out)
+    if after.new_bytes is not None:
+        click.echo(f"the save of step {b.step} added {format_bytes(after.new_bytes)} to the disk")
+
+
+def _verify(chosen: list[CheckpointInfo]) -> None:
     from trainforge.checkpoints import verify_checkpoint
 
-    if not chosen:
-        kept = ", ".join(str(info.step) for info in found)
-        raise UserError(f"--step {step}: there is no such checkpoint; kept are {kept}")
     damaged = 0
     for info in chosen:
         problems = verify_checkpoint(info)
@@ -89,7 +167,7 @@ def _verify(chosen: list[CheckpointInfo], step: int | None, found: list[Checkpoi
 def _prune(
     found: list[CheckpointInfo], keep: int, keep_every: int | None, best: str | None, *, dry_run: bool
 ) -> None:
-    from trainforge.checkpoints import remove_checkpoint, verify_checkpoint
+    from trainforge.checkpoints import remove_checkpoints, verify_checkpoint
     from trainforge.retention import best_of, newest_usable, retention
     from trainforge.units import format_bytes
 
@@ -98,9 +176,8 @@ def _prune(
         raise CheckpointError(
             f"nothing was deleted: the newest checkpoint, step {newest.step}, is damaged: {problems[0]}"
         )
+    freed = 0 if dry_run else remove_checkpoints(old)
     for info in old:
-        if not dry_run:
-            remove_checkpoint(info)
         click.echo(
             f"{'would delete' if dry_run else 'deleted'} step {info.step} ({format_bytes(info.bytes)})"
         )
@@ -113,3 +190,5 @@ def _prune(
             }
             why = " and ".join(rule for rule, holds in rules.items() if holds)
             click.echo(f"kept step {info.step}{why and f' ({why})'}")
+    if old and not dry_run:
+        click.echo(f"freed {format_bytes(freed)}")
