@@ -1,0 +1,1 @@
+"""vault: incremental checkpoints of content-addressed chunks."""
