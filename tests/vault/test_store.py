@@ -1,0 +1,521 @@
+"""The store: what is saved comes back, nothing is written twice, no failure leaves half of it, no damage is missed."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import itertools
+import os
+import random
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.crash_fs import Recorder, crashes, write_tree
+from tests.vault.store_toys import PlainSink, Toy, content, packs_in, read, ref_of, save, store_in
+
+from trainforge.errors import CheckpointError
+from trainforge_loongforge.vault import hashing, packs, reading
+from trainforge_loongforge.vault.hashing import Ref
+from trainforge_loongforge.vault.packs import CHUNK_BYTES, ZSTD, PackWriter
+
+SOME = [content(seed, size) for seed, size in enumerate([1, 100, 4095, 4096, 4097, 70_000, 0, 300_000])]
+
+
+def test_what_is_saved_comes_back_in_this_process_and_the_next(tmp_path):
+    store = store_in(tmp_path / "packs")
+    refs = save(store, "s1", SOME)
+    assert refs == [ref_of(chunk) for chunk in SOME]
+    for one in (store, store_in(tmp_path / "packs")):
+        assert [read(one, ref) for ref in refs] == SOME
+        assert one.verify(refs) == {}
+    assert packs_in(tmp_path / "packs") == ["s1-r00000-000.pack"]
+
+
+def test_what_is_unchanged_shared_and_new_is_counted(tmp_path):
+    store = store_in(tmp_path / "packs")
+    old = content(1, 5000)
+    (known,) = save(store, "s1", [old])
+    pieces = [
+        Toy(old, known),  # unchanged
+        Toy(old),  # nothing known, but the store holds it
+        Toy(content(2, 5000), known),  # changed: new
+        Toy(content(2, 5000)),  # the same in this save
+        Toy(content(3, 70)),  # new
+    ]
+    written = store.write("s2", 3, pieces)
+    assert (written.unchanged, written.shared, written.new_chunks) == (1, 2, 2)
+    assert written.new_bytes == 5070
+    assert written.refs == [ref_of(piece.data) for piece in pieces]
+    assert [path.name for path in written.packs] == ["s2-r00003-000.pack"]
+    assert [(piece.opened_times, piece.is_open) for piece in pieces] == [(1, False)] * 5
+
+
+def test_nothing_new_writes_no_file(tmp_path):
+    store = store_in(tmp_path / "packs")
+    refs = save(store, "s1", SOME)
+    written = store.write("s2", 0, [Toy(chunk, ref) for chunk, ref in zip(SOME, refs, strict=True)])
+    assert (written.unchanged, written.new_chunks, written.packs) == (len(SOME), 0, [])
+    assert packs_in(tmp_path / "packs") == ["s1-r00000-000.pack"]
+
+
+def test_what_is_unchanged_is_not_addressed_again(tmp_path, monkeypatch):
+    store = store_in(tmp_path / "packs")
+    refs = save(store, "s1", SOME)
+    monkeypatch.setattr(hashing, "blake3", None)
+    assert store.write("s2", 0, [Toy(c, r) for c, r in zip(SOME, refs, strict=True)]).refs == refs
+
+
+def test_what_is_known_but_lost_is_written_again(tmp_path):
+    store = store_in(tmp_path / "packs")
+    (ref,) = save(store, "s1", [content(1, 500)])
+    (tmp_path / "packs/s1-r00000-000.pack").unlink()
+    written = store.write("s2", 0, [Toy(content(1, 500), ref)])
+    assert (written.new_chunks, written.unchanged) == (1, 0)
+    assert read(store_in(tmp_path / "packs"), ref) == content(1, 500)
+
+
+def test_what_was_found_damaged_is_written_again(tmp_path):
+    store = store_in(tmp_path / "packs")
+    (ref,) = save(store, "s1", [content(1, 500)])
+    flip(tmp_path / "packs/s1-r00000-000.pack", 64 + 17)
+    assert list(store.verify([ref])) == [ref]
+    assert not store.has(ref.address)
+    assert store.write("s2", 0, [Toy(content(1, 500), ref)]).new_chunks == 1
+    assert store.has(ref.address)
+    assert read(store, ref) == read(store_in(tmp_path / "packs"), ref) == content(1, 500)
+    assert store.verify([ref]) == {}
+
+
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 64, 4096, 5000, 20_000]), max_size=30),
+    threads=st.integers(1, 4),
+    compress=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_pieces_on_any_number_of_threads_keep_their_order(tmp_path_factory, sizes, threads, compress):
+    folder = tmp_path_factory.mktemp("store") / "packs"
+    chunks = [content(seed % 7, size) for seed, size in enumerate(sizes)]
+    done: list[int] = []
+    store = store_in(folder, threads=threads, compress=compress)
+    written = store.write("s", 0, [Toy(chunk) for chunk in chunks], done.append)
+    assert written.refs == [ref_of(chunk) for chunk in chunks]
+    assert written.new_chunks == len(set(chunks))
+    assert sum(done) == sum(sizes)
+    got: dict[int, bytes] = {}
+    outs = [bytearray(len(chunk)) for chunk in chunks]
+    wanted = [(ref, memoryview(out)) for ref, out in zip(written.refs, outs, strict=True)]
+    wanted += [
+        (ref, lambda data, at=at: got.__setitem__(at, bytes(data))) for at, ref in enumerate(written.refs)
+    ]
+    store_in(folder, threads=threads).read_many(wanted)
+    assert [bytes(out) for out in outs] == chunks == [got[at] for at in range(len(chunks))]
+
+
+def test_few_pieces_are_open_at_a_time(tmp_path):
+    """Memory: what is open is bounded, however slow the disk and however many pieces there are."""
+    lock, now, most = threading.Lock(), [0], [0]
+
+    class Counting(Toy):
+        def opened(self):
+            manager = super().opened()
+
+            class Both:
+                def __enter__(self):
+                    with lock:
+                        now[0] += 1
+                        most[0] = max(most[0], now[0])
+                    return manager.__enter__()
+
+                def __exit__(self, *error):
+                    with lock:
+                        now[0] -= 1
+                    return manager.__exit__(*error)
+
+            return Both()
+
+    pieces = [Counting(bytes([seed]) * CHUNK_BYTES) for seed in range(24)]
+    store_in(tmp_path / "packs", threads=2).write("s", 0, pieces)
+    assert now[0] == 0
+    assert 1 <= most[0] <= 2 + 2
+
+
+def test_a_chunk_that_is_too_long_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="none may have more than 4194304"):
+        save(store_in(tmp_path / "packs"), "s", [bytes(CHUNK_BYTES + 1)])
+    assert packs_in(tmp_path / "packs") == []
+
+
+def test_packs_are_of_limited_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(packs, "PACK_BYTES", 20_000)
+    store = store_in(tmp_path / "packs")
+    chunks = [content(seed, 6000) for seed in range(7)]
+    written = store.write("s", 1, [Toy(chunk) for chunk in chunks])
+    assert [path.name for path in written.packs] == [f"s-r00001-00{k}.pack" for k in range(4)]
+    assert [read(store, ref) for ref in written.refs] == chunks
+
+
+def test_undo_removes_this_rank_of_this_save_only(tmp_path):
+    store = store_in(tmp_path / "packs")
+    (kept,) = save(store, "s1", [content(1, 100)], rank=1)
+    (other,) = save(store, "s2", [content(2, 100)], rank=0)
+    (gone,) = save(store, "s2", [content(3, 100)], rank=1)
+    (tmp_path / "packs/.tmp-s2-r00001-001.pack").write_bytes(b"half")
+    store.undo("s2", 1)
+    assert packs_in(tmp_path / "packs") == ["s1-r00001-000.pack", "s2-r00000-000.pack"]
+    assert [store.has(ref.address) for ref in (kept, other, gone)] == [True, True, False]
+    assert save(store, "s2", [content(3, 100)], rank=1) == [gone]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".tmp-x", "a*"])
+def test_a_save_id_cannot_lead_elsewhere(tmp_path, name):
+    store = store_in(tmp_path / "packs")
+    with pytest.raises(ValueError, match="cannot be the name of a save"):
+        store.undo(name, 0)
+    with pytest.raises(ValueError, match="cannot be the name of a save"):
+        save(store, name, [b"x"])
+
+
+def test_ranks_and_processes_see_each_others_packs(tmp_path):
+    one, two = store_in(tmp_path / "packs"), store_in(tmp_path / "packs")
+    (ref,) = save(one, "s1", [content(1, 100)])
+    assert not two.has(ref.address)
+    assert read(two, ref) == content(1, 100)  # reading looks again by itself
+    written = two.write("s2", 1, [Toy(content(1, 100))])
+    assert (written.shared, written.new_chunks) == (1, 0)
+
+
+class TestFailures:
+    """ENOSPC, EIO and what pieces raise: it goes up, everything is closed, and the folder is as before."""
+
+    @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+    def test_at_every_call_of_the_disk(self, tmp_path, monkeypatch, code):
+        monkeypatch.setattr(packs, "PACK_BYTES", 20_000)
+        store = store_in(tmp_path / "packs")
+        refs = save(store, "s1", SOME)
+        before = packs_in(tmp_path / "packs")
+        failed = 0
+        for fail_at in range(1, 200):
+            calls = [0]
+
+            def ask(calls=calls, fail_at=fail_at):
+                calls[0] += 1
+                if calls[0] == fail_at:
+                    raise OSError(code, os.strerror(code))
+
+            pieces = [Toy(content(100 + seed, 6000)) for seed in range(7)]
+            with monkeypatch.context() as patch:
+                for owner, name in ((PlainSink, "append"), (PlainSink, "finish"), (Path, "rename")):
+                    patch.setattr(owner, name, asking(getattr(owner, name), ask))
+                patch.setattr(packs, "fsync_folder", asking(packs.fsync_folder, ask))
+                try:
+                    store.write("s2", 0, pieces)
+                    break
+                except OSError as error:
+                    met = error.errno
+            assert met == code
+            failed += 1
+            assert packs_in(tmp_path / "packs") == before
+            assert not any(piece.is_open for piece in pieces)
+            assert not any(store.has(ref_of(piece.data).address) for piece in pieces)
+            assert store.verify(refs) == {}
+        assert failed > 20
+
+    def test_short_writes_and_interrupts_by_the_kernel(self, tmp_path, monkeypatch):
+        """A file takes 1,000 bytes at a time."""
+        real = Path.open
+
+        class Short:
+            def __init__(self, file):
+                self._file = file
+
+            def write(self, data):
+                return self._file.write(memoryview(data)[:1000])
+
+            def __getattr__(self, name):
+                return getattr(self._file, name)
+
+        def opened(path, mode="r", *arguments, **options):
+            file = real(path, mode, *arguments, **options)
+            return Short(file) if "w" in mode else file
+
+        monkeypatch.setattr(Path, "open", opened)
+        store = store_in(tmp_path / "packs")
+        refs = save(store, "s1", SOME)
+        assert [read(store, ref) for ref in refs] == SOME
+
+    @pytest.mark.parametrize("bad", [0, 5, 19])
+    def test_a_piece_that_fails(self, tmp_path, bad):
+        class Broken(Toy):
+            def opened(self):
+                raise RuntimeError("gone")
+
+        pieces = [(Broken if at == bad else Toy)(bytes([at]) * CHUNK_BYTES) for at in range(20)]
+        with pytest.raises(RuntimeError, match="gone"):
+            store_in(tmp_path / "packs", threads=2).write("s", 0, pieces)
+        assert packs_in(tmp_path / "packs") == []
+        assert not any(piece.is_open for piece in pieces)
+        assert all(piece.opened_times <= 1 for piece in pieces)
+
+    def test_a_progress_bar_that_fails(self, tmp_path):
+        pieces = [Toy(bytes([at]) * CHUNK_BYTES) for at in range(6)]
+        with pytest.raises(ZeroDivisionError):
+            store_in(tmp_path / "packs", threads=2).write("s", 0, pieces, lambda done: 1 / 0)
+        assert packs_in(tmp_path / "packs") == []
+        assert not any(piece.is_open for piece in pieces)
+
+
+def asking(real, ask):
+    def asked(*arguments, **options):
+        ask()
+        return real(*arguments, **options)
+
+    return asked
+
+
+def flip(path: Path, at: int, bit: int = 1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= bit
+    path.write_bytes(data)
+
+
+class TestDamage:
+    """What lies on the disk is not what was written."""
+
+    @pytest.mark.parametrize("compress", [False, True])
+    def test_two_thousand_flips_truncations_and_deletions(self, tmp_path, compress):
+        folder, chance = tmp_path / "packs", random.Random(5)
+        chunks = [content(seed, size) for seed, size in enumerate([100, 5000, 64, 4096, 9000, 1])]
+        if compress:
+            chunks = [chunk[: len(chunk) // 2] * 2 if len(chunk) > 1 else chunk for chunk in chunks]
+        refs: dict[str, list[Ref]] = {}
+        for at in range(3):
+            save_id = f"s{at}"
+            part = chunks[2 * at : 2 * at + 2]
+            refs[f"{save_id}-r00000-000.pack"] = save(store_in(folder, compress=compress), save_id, part)
+        whole = {name: (folder / name).read_bytes() for name in refs}
+        truth = dict(zip(itertools.chain(*refs.values()), chunks, strict=True))
+        spans = {name: packs.read_index(folder / name) for name in refs}
+        if compress:
+            assert {entry.codec for entries in spans.values() for entry in entries} >= {ZSTD}
+        for _ in range(1000):
+            name = chance.choice(list(refs))
+            data = whole[name]
+            kind = chance.choice(["flip"] * 6 + ["cut", "gone"])
+            at = chance.randrange(len(data))
+            expected = set(refs[name])
+            if kind == "flip":
+                (folder / name).write_bytes(
+                    data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
+                )
+                first, end = spans[name][0].at, spans[name][-1].at + spans[name][-1].stored
+                if first <= at < end:  # a chunk, or the zeros behind one
+                    hit = max((e for e in spans[name] if e.at <= at), key=lambda e: e.at)
+                    expected = {ref for ref in refs[name] if ref.address == hit.address}
+            elif kind == "cut":
+                (folder / name).write_bytes(data[:at])
+            else:
+                (folder / name).unlink()
+            store = store_in(folder)
+            problems = store.verify(truth)
+            assert set(problems) == expected, (kind, name, at)
+            for ref, problem in problems.items():
+                assert name in problem or kind == "gone"
+                assert ref.address.hex()[:12] in problem
+            for ref, chunk in truth.items():
+                try:
+                    assert read(store, ref) == chunk
+                except CheckpointError:
+                    assert ref in expected
+                else:
+                    assert ref not in expected or kind == "flip"  # it was in the padding
+            store.close()
+            (folder / name).write_bytes(data)
+
+    def test_damage_after_the_index_was_read_is_found(self, tmp_path):
+        """A running store does not trust its memory of what the disk held."""
+        folder = tmp_path / "packs"
+        store = store_in(folder)
+        refs = save(store, "s1", [content(1, 100), content(2, 5000)])
+        path = folder / "s1-r00000-000.pack"
+        flip(path, path.stat().st_size - 60)  # the index
+        assert set(store.verify(refs)) == set(refs)
+        flip(path, path.stat().st_size - 60)
+        assert store.verify(refs) == {}
+        assert read(store, refs[0]) == content(1, 100)
+        path.unlink()
+        assert set(store.verify(refs)) == set(refs)
+
+    def test_a_whole_copy_is_found_behind_a_damaged_one(self, tmp_path):
+        one, two = store_in(tmp_path / "packs"), store_in(tmp_path / "packs")
+        pieces = [[Toy(content(1, 500))], [Toy(content(1, 500))]]
+        first = two_at_once(one, two, pieces)
+        for name in packs_in(tmp_path / "packs"):
+            flip(tmp_path / "packs" / name, 100)
+            store = store_in(tmp_path / "packs")
+            assert read(store, first) == content(1, 500)
+            assert store.verify([first]) == {}
+            flip(tmp_path / "packs" / name, 100)
+
+    def test_a_missing_chunk_names_the_packs_that_cannot_be_read(self, tmp_path):
+        store = store_in(tmp_path / "packs")
+        (ref,) = save(store, "s1", [content(1, 500)])
+        path = tmp_path / "packs/s1-r00000-000.pack"
+        os.truncate(path, path.stat().st_size - 1)
+        with pytest.raises(CheckpointError, match=r"is in no pack of .*s1-r00000-000\.pack is damaged"):
+            read(store_in(tmp_path / "packs"), ref)
+
+    def test_a_length_that_differs_is_refused(self, tmp_path):
+        store = store_in(tmp_path / "packs")
+        (ref,) = save(store, "s1", [content(1, 500)])
+        wrong = Ref(ref.address, ref.xxh3_128, 400)
+        with pytest.raises(CheckpointError, match="it has 500 bytes there, not 400"):
+            read(store, wrong)
+        with pytest.raises(CheckpointError, match="500 bytes was to be read into 400"):
+            store.read(ref, memoryview(bytearray(400)))
+
+    def test_absurd_lengths_ask_for_no_memory(self, tmp_path):
+        store = store_in(tmp_path / "packs")
+        (ref,) = save(store, "s1", [content(1, 500)])
+        absurd = Ref(ref.address, ref.xxh3_128, 2**50)
+        assert list(store.verify([absurd])) == [absurd]
+        with pytest.raises(CheckpointError, match="none is that long"):
+            store.read_many([(absurd, lambda data: None)])
+
+    def test_an_empty_folder_has_nothing(self, tmp_path):
+        store = store_in(tmp_path / "nothing")
+        ref = ref_of(b"x")
+        assert not store.has(ref.address)
+        with pytest.raises(CheckpointError, match="is in no pack of"):
+            read(store, ref)
+        assert not (tmp_path / "nothing").exists()
+
+
+def two_at_once(one, two, pieces):
+    """Two ranks write the same chunk in the same save: neither knows of the other's."""
+    barrier = threading.Barrier(2)
+    refs = []
+
+    def work(store, rank):
+        piece = pieces[rank][0]
+        real = piece.opened
+        piece.opened = lambda: (barrier.wait(), real())[1]
+        refs.extend(store.write("both", rank, [piece]).refs)
+
+    threads = [threading.Thread(target=work, args=(store, rank)) for rank, store in enumerate((one, two))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert refs[0] == refs[1]
+    return refs[0]
+
+
+class TestCompression:
+    """Chunks that are stored smaller."""
+
+    def test_only_what_shrinks_is_compressed(self, tmp_path):
+        store = store_in(tmp_path / "packs", compress=True)
+        chunks = [b"a" * 10_000, content(1, 10_000)]
+        written = store.write("s", 0, [Toy(chunk) for chunk in chunks])
+        assert written.new_bytes < 11_000
+        entries = packs.read_index(written.packs[0])
+        assert [entry.codec for entry in entries] == [1, 0]
+        plain = store_in(tmp_path / "packs")  # compressed chunks are always readable
+        assert [read(plain, ref) for ref in written.refs] == chunks
+        assert plain.verify(written.refs) == {}
+
+    def test_a_missing_package_is_told_at_once(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+        with pytest.raises(CheckpointError, match=r"pip install 'trainforge-loongforge\[zstd\]'"):
+            store_in(tmp_path / "packs", compress=True)
+
+    @pytest.mark.parametrize("sized", [False, True])
+    @pytest.mark.parametrize("real", [10, 999, 1001, 50 * 2**20])
+    def test_a_bomb_is_never_unpacked_beyond_its_length(self, tmp_path, monkeypatch, sized, real):
+        """The bytes stand for another number than the index says: refused, and at most that many are unpacked."""
+        packed = zstandard.ZstdCompressor(write_content_size=sized).compress(bytes(real))
+        packed += bytes(max(0, 10 - len(packed)))
+        folder = tmp_path / "packs"
+        folder.mkdir()
+        claimed = max(1000, len(packed) + 1)
+        ref = ref_of(bytes(claimed))
+        writer = PackWriter(folder / "evil-r00000-000.pack", store_in(folder)._storage)
+        writer.add(ref.address, ref.xxh3_128, memoryview(packed), ZSTD, claimed)
+        writer.finish()
+        store = store_in(folder)
+        gc.collect()
+        before = peak_bytes()
+        with pytest.raises(CheckpointError, match="cannot be decompressed"):
+            read(store, ref)
+        assert peak_bytes() - before < 32 * 2**20
+
+    def test_a_frame_that_wants_much_memory_is_refused(self, tmp_path):
+        parameters = zstandard.ZstdCompressionParameters(window_log=27, write_content_size=False)
+        stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+        packed = stream.compress(bytes(1000)) + stream.flush()
+        assert zstandard.get_frame_parameters(packed).window_size == 2**27
+        assert not reading._unpack(memoryview(packed), memoryview(bytearray(1000)))
+
+
+def peak_bytes() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_power_cuts_at_every_moment_of_three_saves(tmp_path, monkeypatch):
+    """What a save has reported is there after any power cut; what it has not leaves nothing that the next minds."""
+    monkeypatch.setattr(packs, "PACK_BYTES", 600)
+    contents = [[content(10 * at + k, 200) for k in range(5)] for at in range(3)]
+    contents[2][0] = contents[0][0]  # shared with the first
+    recorder = Recorder(tmp_path / "run")
+    recorder.root.mkdir()
+    with monkeypatch.context() as patch:
+        recorder.install(patch)
+        for at, chunks in enumerate(contents):
+            store = store_in(recorder.root / "checkpoints/packs", threads=1)
+            refs = save(store, f"s{at}", chunks)
+            recorder.mark(tuple(refs))
+    count = 0
+    for length, tree in crashes(recorder.log, random.Random(0)):
+        promised = [ref for op in recorder.log[:length] if op.kind == "mark" for ref in op.mark]
+        _check_after_the_cut(tmp_path / "after", tree, promised, contents[0])
+        count += 1
+    assert count > 1000
+
+
+def test_a_kill_before_the_folder_is_synced_and_then_a_power_cut(tmp_path, monkeypatch):
+    """The next process sees a name that is not on the disk yet, and uses the chunks behind it."""
+    recorder = Recorder(tmp_path / "run")
+    recorder.root.mkdir()
+    folder = recorder.root / "packs"
+    with monkeypatch.context() as patch:
+        recorder.install(patch)
+        save(store_in(folder), "s0", [content(9, 10)])
+        with monkeypatch.context() as killing:
+            killing.setattr(packs, "fsync_folder", lambda path: None)
+            save(store_in(folder), "s1", [content(1, 100)])
+        written = store_in(folder).write("s2", 0, [Toy(content(1, 100))])
+        assert written.shared == 1
+        recorder.mark(tuple(written.refs))
+    for length, tree in crashes(recorder.log, random.Random(0)):
+        promised = [ref for op in recorder.log[:length] if op.kind == "mark" for ref in op.mark]
+        _check_after_the_cut(tmp_path / "after", tree, promised, [content(5, 100)])
+
+
+def _check_after_the_cut(place, tree, promised, more):
+    shutil.rmtree(place, ignore_errors=True)
+    write_tree(tree, place)
+    (folder,) = list(place.rglob("packs")) or [place / "packs"]
+    store = store_in(folder, threads=1)
+    assert store.damaged == {}, "a pack that has its name is whole"
+    for ref in promised:
+        assert ref_of(read(store, ref)) == ref
+    store.clean()
+    assert not list(folder.glob(".tmp-*"))
+    assert store_in(folder).verify(save(store, "next", more)) == {}
