@@ -134,7 +134,7 @@ def _watch_model(patch: pytest.MonkeyPatch, seen: Seen) -> None:
 def _watch_checkpoints(patch: pytest.MonkeyPatch, seen: Seen) -> None:
     from trainforge_plugins.dcp import manifest
     from trainforge_plugins.dcp.checkpoint import DcpCheckpoint
-    from trainforge_plugins.dcp.saving import Save
+    from trainforge_plugins.dcp.saving import DcpSave as Save
 
     save, write, verify_file = DcpCheckpoint.save, Save.run, manifest.verify_file
 

@@ -17,7 +17,7 @@ from tests.support.crash_fs import Recorder
 from trainforge.errors import CheckpointError
 from trainforge.sections import TrainSection
 from trainforge.stages import is_checkpoint_name
-from trainforge_plugins.dcp import room
+from trainforge.toolbox.checkpointing import room
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SAYS = (

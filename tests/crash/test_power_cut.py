@@ -13,7 +13,7 @@ from tests.dcp.toys import Toy, checkpoint, whole
 from tests.support.crash_fs import Recorder, Tree, crashes, write_tree
 
 from trainforge.checkpoints import list_checkpoints
-from trainforge_plugins.dcp import folders
+from trainforge.toolbox.checkpointing import folders
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SIZES = {"a": 24, "b": 3, "c": 1, "d": 40, "e": 5, "f": 6}

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from tests.dcp.toys import Toy, checkpoint, varied, whole, zeros_like
 
 from trainforge.errors import CheckpointError
-from trainforge_plugins.dcp import layout, manifest
+from trainforge_plugins.dcp import manifest
+from trainforge_plugins.dcp.checkpoint import DcpCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -168,14 +169,14 @@ def test_any_cut_is_read_back_as_any_other(tmp_path_factory, stored, wanted, chu
     def spans(edges, source):
         return Toy({("m", "w"): [((6, 10), a, source[a:b].clone()) for a, b in pairwise(edges)]})
 
-    before = layout.CHUNK_BYTES
-    layout.CHUNK_BYTES = chunk_bytes
+    before = DcpCheckpoint.chunk_bytes
+    DcpCheckpoint.chunk_bytes = chunk_bytes
     try:
         stage = checkpoint(folder, verify=False)
         stage.save(1, {"p": spans(stored, truth)})
         stage.wait()
     finally:
-        layout.CHUNK_BYTES = before
+        DcpCheckpoint.chunk_bytes = before
     target = spans(wanted, torch.zeros(60))
     stage.restore({"p": target}, folder / "checkpoints" / "step-00000001")
     assert torch.equal(torch.cat([t for _, _, t in target.spans["m", "w"]]), truth)

@@ -15,8 +15,8 @@ import torch
 from tests.dcp.toys import Toy, checkpoint, names, on_ranks
 
 from trainforge.errors import CheckpointError
-from trainforge_plugins.dcp import layout, saving
-from trainforge_plugins.dcp.layout import plan_chunks
+from trainforge.toolbox.checkpointing.layout import plan_chunks
+from trainforge_plugins.dcp import saving
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TRUTH = torch.arange(70, dtype=torch.float32)
@@ -76,10 +76,18 @@ def test_every_element_is_written_once(tmp_path):
     assert sorted(document["files"]) == ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 
-def test_replicated_state_is_shared_out_evenly(monkeypatch):
-    monkeypatch.setattr(layout, "CHUNK_BYTES", 4000)
+def test_other_shards_are_cut_on_the_same_grid():
+    whole = [["m/master/w", [30], "float32", 0, 30]]
+    halves = [[["m/master/w", [30], "float32", 0, 13]], [["m/master/w", [30], "float32", 13, 17]]]
+    one, two = plan_chunks([whole], 32), plan_chunks(halves, 32)
+    assert [(chunk.offset, chunk.length) for chunk in one] == [(0, 8), (8, 8), (16, 8), (24, 6)]
+    cut = [(chunk.offset, chunk.length, chunk.rank) for chunk in two]
+    assert cut == [(0, 8, 0), (8, 5, 0), (13, 3, 1), (16, 8, 1), (24, 6, 1)]
+
+
+def test_replicated_state_is_shared_out_evenly():
     table = [[f"m/master/{i}", [500, i + 1], "float32", 0, 500 * (i + 1)] for i in range(12)]
-    chunks = plan_chunks([table] * 4)
+    chunks = plan_chunks([table] * 4, 4000)
     load = Counter()
     for chunk in chunks:
         load[chunk.rank] += chunk.bytes
@@ -89,7 +97,7 @@ def test_replicated_state_is_shared_out_evenly(monkeypatch):
 
 
 def test_a_whole_and_a_half_of_the_same_tensor_are_written_once():
-    chunks = plan_chunks([[["m/k/w", [10], "float32", 0, 10]], [["m/k/w", [10], "float32", 4, 6]]])
+    chunks = plan_chunks([[["m/k/w", [10], "float32", 0, 10]], [["m/k/w", [10], "float32", 4, 6]]], 4000)
     assert [(c.offset, c.length, c.rank) for c in chunks] == [(0, 4, 0), (4, 6, 1)]
 
 
@@ -132,7 +140,7 @@ def test_what_fails_on_one_rank_fails_on_all_with_its_reason(tmp_path, monkeypat
 
 
 def test_a_rank_that_cannot_see_the_folder_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainforge_plugins.dcp.checkpoint._VISIBLE_S", 0.1)
+    monkeypatch.setattr("trainforge.toolbox.checkpointing.stage._VISIBLE_S", 0.1)
 
     def work(rank, comm):
         stage = checkpoint(tmp_path / str(rank), rank=rank, world=2, comm=comm)
@@ -145,7 +153,7 @@ def test_a_rank_that_cannot_see_the_folder_is_named(tmp_path, monkeypatch):
 
 
 def test_a_rank_that_never_writes_ends_the_save_within_the_timeout(tmp_path, monkeypatch):
-    real = saving.Save._follow
+    real = saving.DcpSave._follow
 
     def work(rank, comm):
         stage = checkpoint(tmp_path, rank=rank, world=2, comm=comm, timeout=0.3)
@@ -156,7 +164,7 @@ def test_a_rank_that_never_writes_ends_the_save_within_the_timeout(tmp_path, mon
     def absent(self, record):
         raise CheckpointError("given up")
 
-    monkeypatch.setattr(saving.Save, "_follow", absent)
+    monkeypatch.setattr(saving.DcpSave, "_follow", absent)
     assert on_ranks(2, work) == [None, None]
     assert real is not absent
 

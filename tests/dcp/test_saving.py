@@ -18,7 +18,8 @@ from tests.dcp.toys import Toy, checkpoint, names, whole
 
 from trainforge.errors import CheckpointError
 from trainforge.stages import is_checkpoint_name
-from trainforge_plugins.dcp import folders, saving, storage
+from trainforge.toolbox.checkpointing import folders
+from trainforge_plugins.dcp import saving, storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROOT = Path(__file__).parents[2]
@@ -103,8 +104,8 @@ def test_without_background_no_copy_of_the_state_is_made(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("free", "waits"), [(100_000, False), (30_000, True)])
 def test_training_waits_where_there_is_no_ram_for_a_copy(tmp_path, monkeypatch, free, waits):
+    from trainforge.toolbox.checkpointing import stage as module
     from trainforge.toolbox.host_limits import Limit
-    from trainforge_plugins.dcp import checkpoint as module
 
     monkeypatch.setattr(module, "host_limit", lambda wished: Limit("free RAM", free))
     slow_write(monkeypatch)
@@ -190,7 +191,7 @@ def test_a_full_disk_is_said_with_numbers_and_leaves_the_older_checkpoints(tmp_p
     ("owner", "function", "says"),
     [
         (folders, "prune", "older checkpoint .* cannot be deleted"),
-        (saving.Save, "run", "cannot be written .*Input/output error"),
+        (saving.DcpSave, "run", "cannot be written .*Input/output error"),
     ],
 )
 def test_what_the_disk_refused_is_said(tmp_path, monkeypatch, owner, function, says):

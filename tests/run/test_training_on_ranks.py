@@ -43,18 +43,18 @@ WAYS = {
 
 def poisoned(patch: pytest.MonkeyPatch, rank: int) -> None:
     """From step 2 on what rank 1 saves of the masters, its share of them, is not finite; training goes on as it was."""
-    from trainforge_plugins.dcp.saving import Save
+    from trainforge_plugins.dcp.saving import DcpSave as Save
 
-    write = Save._write_own
+    write = Save.write
 
-    def spoiling(self):
-        if rank == 1 and self.step >= 2:
-            for chunk, copy in zip(self.chunks_of(1), self.copies, strict=True):
+    def spoiling(self, chunks):
+        if rank == 1 and self.facts.step >= 2:
+            for chunk, copy in zip(chunks, self._copies, strict=True):
                 if "/master/" in chunk.tensor:
                     copy.fill_(math.nan)
-        return write(self)
+        return write(self, chunks)
 
-    patch.setattr(Save, "_write_own", spoiling)
+    patch.setattr(Save, "write", spoiling)
 
 
 def recipe_of(folder: Path, way: str) -> Path:

@@ -57,7 +57,12 @@ def test_it_prints_tiers_placement_and_the_step(monkeypatch):
     assert memory["host"]["optimizer state"] == pytest.approx(8 * padded, rel=0.01)
     assert memory["seconds_per_step"] > 0
     text = " ".join(memory["notes"])
-    for part in ("0 of 6 blocks live on the device", "a step should take", "forward: compute", "measured here"):
+    for part in (
+        "0 of 6 blocks live on the device",
+        "a step should take",
+        "forward: compute",
+        "measured here",
+    ):
         assert part in text
     shown = " ".join(plan(recipe()).output.split())
     assert "0 of 6 blocks live on the device" in shown

@@ -1,7 +1,7 @@
 """`dcp`: checkpoints through torch.distributed.checkpoint, without pickle and with a checksum for every byte.
 
-The default of its stage. The format is described in `manifest.py`; who writes what in `layout.py`; how a save
-is committed in `saving.py`.
+The default of its stage. The format is described in `manifest.py`; how a save is
+committed in `trainforge.toolbox.checkpointing`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build(ctx: Context, config: DcpSection) -> Checkpoint:
 
 def estimate(ctx: Context, model: ModelSpec, config: DcpSection) -> Estimate:
     """Bytes of the checkpoints on disk while one more is written, and of the snapshot in host RAM."""
-    from trainforge_plugins.dcp.layout import state_bytes
+    from trainforge.toolbox.checkpointing.layout import state_bytes
 
     total = state_bytes(model, ctx.optimizer)
     return Estimate(

@@ -5,9 +5,7 @@
         rank-00000.safetensors      what rank 0 wrote; a rank that had nothing to write has no file
         rank-00001.safetensors
 
-`checkpoint.json` has the fields of `Manifest` below and, last, `checksum`: the xxh3-128 of the same JSON without
-that field. A reader also serializes what it has parsed and compares it with the bytes of the file, so that any
-change to the file is found, even one that parses to the same values.
+`checkpoint.json` has the fields of `Manifest` below, and is sealed (see `trainforge.toolbox.checkpointing.documents`).
 
 A tensor is stored row-major and flattened, cut into spans (offset and length in elements). The spans of a tensor
 cover it exactly once. Each has the checksum of its bytes (little endian, as on the machine that wrote them) and
@@ -24,8 +22,6 @@ torch.distributed.checkpoint, with this metadata.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -34,12 +30,11 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainforge.errors import CheckpointError
+from trainforge.toolbox.checkpointing.documents import NAME, read_sealed, write_sealed
 from trainforge_plugins.dcp import soundness
 
 FORMAT = 1
-NAME = "checkpoint.json"
 _READ_BYTES = 16 * 2**20
-_MOST_BYTES = 2**30
 
 
 class _Record(BaseModel):
@@ -116,13 +111,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: a part's plain data does not consist of JSON types.
     """
-    document = manifest.model_dump(mode="python")
-    try:
-        document["checksum"] = _checksum(document)
-        content = _canonical(document)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the plain data of a part cannot be written as JSON: {error}") from error
-    write_durably(folder / NAME, content)
+    write_sealed(folder / NAME, manifest.model_dump(mode="python"))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -132,22 +121,7 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: it is missing, altered, of another format, or says what cannot be (see `soundness.py`).
     """
     path = folder / NAME
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise CheckpointError(f"{path} is damaged: it is larger than any description of a checkpoint")
-        content = path.read_bytes()
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing: this is not a complete checkpoint") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        document = json.loads(content)
-        stated = document.pop("checksum")
-        sound = stated == _checksum(document) and _canonical({**document, "checksum": stated}) == content
-    except (ValueError, RecursionError, AttributeError, TypeError, KeyError, OverflowError) as error:
-        raise CheckpointError(f"{path} is damaged: it is not the JSON that was written") from error
-    if not sound:
-        raise CheckpointError(f"{path} is damaged: its checksum does not match its content")
+    document = read_sealed(path)
     if document.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {document.get('format')}, and this version reads format {FORMAT}: use the version "
@@ -206,24 +180,6 @@ def check_size(path: Path, entry: FileEntry) -> str | None:
     return None if size == entry.bytes else f"{path} is damaged: it has {size} bytes instead of {entry.bytes}"
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a small file under a temporary name, fsync it, and give it its name."""
-    aside = path.with_name(path.name + ".part")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
-def elements(shape: tuple[int, ...]) -> int:
-    """Number of elements of a shape."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 def _damaged_tensors(folder: Path, manifest: Manifest, name: str) -> str:
     """Which tensors of a damaged file are hit, as the end of a sentence."""
     damaged = []
@@ -252,11 +208,3 @@ def _spans_of(manifest: Manifest, name: str) -> Iterator[tuple[str, Span, int]]:
     ends = [span.at for _, span in found[1:]] + [manifest.files[name].bytes]
     for (label, span), end in zip(found, ends, strict=True):
         yield label, span, end
-
-
-def _canonical(document: dict[str, Any]) -> bytes:
-    return (json.dumps(document, indent=1) + "\n").encode()
-
-
-def _checksum(document: dict[str, Any]) -> str:
-    return str(xxhash.xxh3_128_hexdigest(_canonical(document)))

@@ -6,6 +6,7 @@ into flat 1-D tensors named `part/key/name`.
 
 from __future__ import annotations
 
+import math
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Container, Mapping, Sequence
@@ -29,8 +30,8 @@ from torch.futures import Future
 
 from trainforge.errors import CheckpointError
 from trainforge.stages import NamedTensor
-from trainforge_plugins.dcp.layout import Held
-from trainforge_plugins.dcp.manifest import Manifest, Span, check_size, elements, read_manifest
+from trainforge.toolbox.checkpointing.layout import Held
+from trainforge_plugins.dcp.manifest import Manifest, Span, check_size, read_manifest
 from trainforge_plugins.dcp.storage import unwrapped
 
 
@@ -137,7 +138,7 @@ class CheckpointReader(StorageReader):
                 self._dtypes[tensor] = getattr(torch, entry.dtype)
                 described[tensor] = TensorStorageMetadata(
                     TensorProperties(dtype=self._dtypes[tensor]),
-                    torch.Size([elements(entry.shape)]),
+                    torch.Size([math.prod(entry.shape)]),
                     [
                         ChunkStorageMetadata(torch.Size([s.offset]), torch.Size([s.length]))
                         for s in entry.spans

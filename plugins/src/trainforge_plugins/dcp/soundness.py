@@ -10,11 +10,13 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from trainforge_plugins.dcp.dtypes import CHUNK_BYTES, ITEM_BYTES
+from trainforge.toolbox.checkpointing.dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
     from trainforge_plugins.dcp.manifest import FileEntry, Manifest, TensorEntry
 
+CHUNK_BYTES = 64 * 2**20
+"""The largest span."""
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 

@@ -1,13 +1,14 @@
 """What torch.distributed.checkpoint drives: a planner and a writer for saving. For loading see `reading.py`.
 
 A tensor appears to DCP as its row-major flattening, 1-D, under the name `part/key/name`; extents are chunks of it.
-No collective takes place here: ranks have agreed on the layout before (see `layout.py`), and each saves and loads
-its own spans, so that a background thread can do it.
+No collective takes place here: ranks have agreed on the layout before (`toolbox.checkpointing.layout`), and each saves
+and loads its own spans, so that a background thread can do it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -35,8 +36,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from trainforge_plugins.dcp.layout import Chunk
-from trainforge_plugins.dcp.manifest import FileEntry, Span, elements
+from trainforge.toolbox.checkpointing.layout import Chunk
+from trainforge_plugins.dcp.manifest import FileEntry, Span
 
 SAFETENSORS_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
@@ -207,6 +208,6 @@ def _write_item(chunk: Chunk) -> WriteItem:
         tensor_data=TensorWriteData(
             ChunkStorageMetadata(torch.Size([chunk.offset]), torch.Size([chunk.length])),
             TensorProperties(dtype=getattr(torch, chunk.dtype)),
-            torch.Size([elements(chunk.shape)]),
+            torch.Size([math.prod(chunk.shape)]),
         ),
     )

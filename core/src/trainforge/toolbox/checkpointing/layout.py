@@ -7,15 +7,15 @@ cut, so that one big embedding is shared out too and a reader needs little memor
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from trainforge.errors import CheckpointError
-from trainforge_plugins.dcp.dtypes import CHUNK_BYTES, ITEM_BYTES
-from trainforge_plugins.dcp.manifest import elements
+from trainforge.toolbox.checkpointing.dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
     from trainforge.stages import ModelSpec, NamedTensor, Optimizer, PartState
@@ -33,9 +33,14 @@ class Chunk:
     rank: int
 
     @property
+    def item_bytes(self) -> int:
+        """Of an element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
     def bytes(self) -> int:
         """Size of the span."""
-        return self.length * ITEM_BYTES[self.dtype]
+        return self.length * self.item_bytes
 
 
 Row = Sequence[Any]
@@ -89,8 +94,10 @@ def held_tensors(states: Mapping[str, PartState]) -> tuple[list[Row], dict[str, 
     return table, held
 
 
-def plan_chunks(tables: Sequence[Iterable[Row]]) -> list[Chunk]:
+def plan_chunks(tables: Sequence[Iterable[Row]], chunk_bytes: int) -> list[Chunk]:
     """All chunks of a save, from the tables of all ranks (by rank); the same result wherever it is computed.
+
+    Large spans are cut on a grid of `chunk_bytes` over the whole tensor, so that other shards give the same chunks.
 
     Raises:
         CheckpointError: ranks disagree about a tensor, or nobody holds some of its elements; names it.
@@ -108,13 +115,18 @@ def plan_chunks(tables: Sequence[Iterable[Row]]) -> list[Chunk]:
     load: Counter[int] = Counter()
     chunks = []
     for tensor, (shape, dtype) in facts.items():
-        most = CHUNK_BYTES // ITEM_BYTES[dtype]
-        for begin, end, holders in _pieces(tensor, elements(shape), spans[tensor]):
-            for offset in range(begin, max(end, begin + 1), most):
+        most = chunk_bytes // ITEM_BYTES[dtype]
+        for begin, end, holders in _pieces(tensor, math.prod(shape), spans[tensor]):
+            for offset, stop in _on_grid(begin, end, most):
                 rank = min(holders, key=lambda holder: (load[holder], holder))
-                chunks.append(Chunk(tensor, shape, dtype, offset, min(most, end - offset), rank))
+                chunks.append(Chunk(tensor, shape, dtype, offset, stop - offset, rank))
                 load[rank] += chunks[-1].bytes
     return chunks
+
+
+def _on_grid(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
+    """`[begin, end)` cut at the multiples of `step`; one empty piece where it is empty."""
+    yield from pairwise([begin, *range((begin // step + 1) * step, end, step), end])
 
 
 def state_bytes(model: ModelSpec, optimizer: Optimizer) -> int:

@@ -10,16 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainforge_plugins.dcp.dtypes import ITEM_BYTES
-from trainforge_plugins.dcp.layout import Chunk, Held
+from trainforge.toolbox.checkpointing.layout import Chunk, Held
 
 SLAB_BYTES = 256 * 2**20
 """Size of a buffer. A power of two, since page-locked allocations are rounded up to one."""
-
-
-def in_file_order(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Wide elements first, so that every span is aligned to its element wherever it begins."""
-    return sorted(chunks, key=lambda chunk: -ITEM_BYTES[chunk.dtype])
 
 
 class Staging:

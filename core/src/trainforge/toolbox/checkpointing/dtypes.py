@@ -7,6 +7,3 @@ ITEM_BYTES = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
 }  # fmt: skip
 """PyTorch's names, with the bytes of an element."""
-
-CHUNK_BYTES = 64 * 2**20
-"""The largest span."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from trainforge.retention import best_of, retention
 from trainforge.stages import CheckpointInfo, checkpoint_name, is_checkpoint_name
-from trainforge_plugins.dcp.manifest import NAME
+from trainforge.toolbox.checkpointing.documents import NAME
 
 if TYPE_CHECKING:
     from trainforge.sections import TrainSection

@@ -1,0 +1,236 @@
+"""One save, from the snapshot to its name: what runs in the background, on every rank, without a collective.
+
+Each rank writes its data, durably, and leaves a record in the temporary folder. Rank 0 waits for all records, writes
+`checkpoint.json`, and renames the folder; the other ranks watch the folder to learn how it ended. So a rank that
+fails makes the save fail everywhere, with its reason.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from trainforge.errors import CheckpointError
+from trainforge.stages import CheckpointInfo, checkpoint_name
+from trainforge.toolbox.checkpointing import folders, room
+from trainforge.toolbox.checkpointing.documents import write_durably
+from trainforge.toolbox.checkpointing.layout import Chunk
+from trainforge.units import format_seconds
+
+_CLOSING_S = 20.0
+_VISIBLE_S = 10.0
+_FAILED = "failed.json"
+
+
+class RankRecord(BaseModel):
+    """What a rank wrote, in the words of its format, or why it could not."""
+
+    error: str | None = None
+    finite: bool = True
+    content: dict[str, Any] = {}
+
+
+@dataclass
+class SaveFacts:
+    """What is known of a save before anything is written.
+
+    Attributes:
+        step, save_id, writer: as in `checkpoint.json`.
+        folder: where checkpoints lie.
+        rank, world: this rank and how many there are.
+        chunks: those of all ranks.
+        parts: (version, plain data) of each part.
+        metrics: what was measured at this step.
+        timeout: longest wait for another rank, in seconds.
+        closing: set when the process is about to end: then waiting for others is cut short.
+    """
+
+    step: int
+    save_id: str
+    writer: str
+    folder: Path
+    rank: int
+    world: int
+    chunks: list[Chunk]
+    parts: dict[str, tuple[int, dict[str, Any]]]
+    metrics: dict[str, float]
+    timeout: float
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def temporary(self) -> Path:
+        """Where it is written."""
+        return folders.temporary_folder(self.folder, self.step, self.save_id)
+
+    @property
+    def final(self) -> Path:
+        """What it will be called."""
+        return self.folder / checkpoint_name(self.step)
+
+    @property
+    def bytes(self) -> int:
+        """Of the state of all ranks."""
+        return sum(chunk.bytes for chunk in self.chunks)
+
+    def chunks_of(self, rank: int) -> list[Chunk]:
+        """A rank's chunks, in the order in which they are written: wide elements first.
+
+        So every chunk in a file without gaps is aligned to its element.
+        """
+        return sorted(
+            (chunk for chunk in self.chunks if chunk.rank == rank), key=lambda chunk: -chunk.item_bytes
+        )
+
+
+class Save(ABC):
+    """A save in flight on one rank. A format says how data and document are written."""
+
+    def __init__(self, facts: SaveFacts) -> None:
+        self.facts = facts
+
+    @abstractmethod
+    def write(self, chunks: Sequence[Chunk]) -> RankRecord:
+        """Write this rank's chunks, durably. An `OSError` is worded by the caller; anything raised fails the save."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Remove what `write` has left; it may have been called or not."""
+
+    @abstractmethod
+    def describe(self, records: Sequence[RankRecord]) -> None:
+        """Write `checkpoint.json` into the temporary folder, durably (rank 0, with the records of all ranks)."""
+
+    @abstractmethod
+    def committed(self) -> CheckpointInfo:
+        """What lies at `facts.final` now.
+
+        Raises:
+            CheckpointError: it is not this save.
+        """
+
+    def run(self) -> CheckpointInfo:
+        """Write, and wait until the checkpoint is committed.
+
+        Raises:
+            CheckpointError: it could not be written here or on another rank.
+        """
+        record = self._write_own()
+        if self.facts.rank == 0:
+            self._commit(record)
+        else:
+            self._follow(record)
+        return self.committed()
+
+    def _write_own(self) -> RankRecord:
+        """Write this rank's data. A failure is put into the record, and what was written is removed."""
+        facts = self.facts
+        try:
+            return self.write(facts.chunks_of(facts.rank))
+        except OSError as error:
+            self.undo()  # first, so that the free bytes are told that a person really has
+            return RankRecord(error=str(room.disk_error(error, facts.folder, facts.bytes)))
+        except CheckpointError as error:
+            self.undo()
+            return RankRecord(error=str(error))
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            self.undo()
+            return RankRecord(error=f"{type(error).__name__}: {error}")
+
+    def _commit(self, own: RankRecord) -> None:
+        facts = self.facts
+        try:
+            if own.error is not None:
+                raise CheckpointError(own.error)
+            records = [own] + [self._record_of(rank) for rank in range(1, facts.world)]
+            self.describe(records)
+            for rank in range(1, facts.world):
+                self._record_path(rank).unlink()
+            folders.commit(facts.temporary, facts.final)
+        except OSError as error:
+            failure = room.disk_error(error, facts.folder, facts.bytes)
+            self._give_up(str(failure))
+            raise failure from error
+        except Exception as error:
+            self._give_up(str(error))
+            raise
+
+    def _record_of(self, rank: int) -> RankRecord:
+        path = self._record_path(rank)
+        if not self._wait_for(path.exists):
+            raise CheckpointError(
+                f"rank {rank} has not written its part of step {self.facts.step} after "
+                f"{format_seconds(self.facts.timeout)}: see its log, or raise {self.facts.writer}.timeout"
+            )
+        record = RankRecord.model_validate_json(path.read_bytes())
+        if record.error is not None:
+            raise CheckpointError(f"rank {rank}: {record.error}")
+        return record
+
+    def _follow(self, own: RankRecord) -> None:
+        """Leave the record for rank 0, and watch how it ends."""
+        facts = self.facts
+        failed = facts.temporary / _FAILED
+        try:
+            write_durably(self._record_path(facts.rank), own.model_dump_json().encode())
+        except OSError as error:
+            self._remove_own()
+            if facts.temporary.exists():  # else rank 0 has given up already
+                raise room.disk_error(error, facts.folder, facts.bytes) from error
+        if not self._wait_for(lambda: failed.exists() or not facts.temporary.exists()):
+            raise CheckpointError(
+                f"rank 0 has not committed step {facts.step} after {format_seconds(facts.timeout)}"
+            )
+        if facts.temporary.exists():
+            self._remove_own()
+            raise CheckpointError(RankRecord.model_validate_json(failed.read_bytes()).error)
+        if not self._wait_for(facts.final.exists, _VISIBLE_S):
+            self.undo()
+            raise self.given_up()
+
+    def given_up(self) -> CheckpointError:
+        """What another rank says when the checkpoint did not come to be and nobody said why."""
+        return CheckpointError(f"rank 0 gave up saving step {self.facts.step}; its log says why")
+
+    def _remove_own(self) -> None:
+        """Give back what this rank wrote, perhaps after rank 0 had made room."""
+        self._record_path(self.facts.rank).unlink(missing_ok=True)
+        self.undo()
+
+    def _give_up(self, reason: str) -> None:
+        """Make room again; when others watch, leave them the reason."""
+        self.undo()
+        temporary = self.facts.temporary
+        if self.facts.world > 1 and temporary.exists():
+            for path in temporary.iterdir():
+                path.unlink(missing_ok=True)
+            try:
+                write_durably(temporary / _FAILED, RankRecord(error=reason).model_dump_json().encode())
+                return
+            except OSError:
+                pass  # not even room for the reason: the folder goes, and its absence tells
+        shutil.rmtree(temporary, ignore_errors=True)
+
+    def _record_path(self, rank: int) -> Path:
+        return self.facts.temporary / f"rank-{rank:05d}.json"
+
+    def _wait_for(self, condition: Callable[[], bool], limit: float | None = None) -> bool:
+        """Poll until the condition holds; False when it takes longer than the limit (or the process is ending)."""
+        deadline, pause = time.monotonic() + (limit or self.facts.timeout), 0.002
+        closing_at: float | None = None
+        while not condition():
+            now = time.monotonic()
+            if closing_at is None and self.facts.closing.is_set():
+                closing_at = now + _CLOSING_S
+            if now > deadline or (closing_at is not None and now > closing_at):
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.25)
+        return True
