@@ -71,9 +71,10 @@ class Collector:
             self._drop(name for name in list(self._damaged) if name not in self._kept)
         homes = self._homes()
         going = [pack for pack in self._index.packs if self._is_mostly_dead(pack, homes)]
-        self._drop(pack for pack in going if not self._live_in(pack))
+        dead = [pack for pack in going if not self._live_in(pack)]
+        self._drop(dead)  # first: this makes room for what is written anew
         try:
-            self._rewrite([pack for pack in going if self._live_in(pack)])
+            self._rewrite([pack for pack in going if pack not in dead])
         except BaseException:
             if self._writer is not None:
                 self._writer.abandon()
@@ -98,8 +99,8 @@ class Collector:
         if pack in self._kept:
             return False
         stored = sum(place.entry.stored for place in self._index.packs[pack])
-        needed = sum(p.entry.stored for p in self._live_in(pack) if homes[p.entry.address] == pack)
-        return 2 * needed <= stored
+        needed = [p.entry.stored for p in self._live_in(pack) if homes[p.entry.address] == pack]
+        return not needed or (2 * sum(needed) <= stored and stored > 0)
 
     def _live_in(self, pack: str) -> list[Place]:
         return [place for place in self._index.packs[pack] if place.entry.address in self._live]
