@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,14 +84,16 @@ class Toy:
     def nbytes(self) -> int:
         return len(self.data)
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[memoryview]:
+    def opened(self) -> Toy:
         self.opened_times += 1
         self.is_open = True
-        try:
-            yield memoryview(self.data)
-        finally:
-            self.is_open = False
+        return self
+
+    def __enter__(self) -> memoryview:
+        return memoryview(self.data)
+
+    def __exit__(self, *error: object) -> None:
+        self.is_open = False
 
 
 def ref_of(data: bytes) -> Ref:

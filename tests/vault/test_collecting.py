@@ -144,7 +144,7 @@ def _collect_and_be_killed(folder: Path, live: list[bytes], kill_at: int) -> Non
     """Collect, and end at the k-th call that changes the disk."""
     calls = [0]
 
-    def dying(real):
+    def until_then(real):
         def called(*arguments, **options):
             calls[0] += 1
             if calls[0] >= kill_at:
@@ -155,7 +155,7 @@ def _collect_and_be_killed(folder: Path, live: list[bytes], kill_at: int) -> Non
 
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((os, "unlink"), (os, "rename"), (os, "fsync"), (PlainSink, "append")):
-            patch.setattr(owner, name, dying(getattr(owner, name)))
+            patch.setattr(owner, name, until_then(getattr(owner, name)))
         with contextlib.suppress(Killed):
             store_in(folder, threads=1).collect(live)
 
@@ -191,6 +191,37 @@ def test_power_cuts_at_every_moment_of_a_collection(tmp_path, monkeypatch):
         assert not list((place / "packs").glob(".tmp-*"))
         count += 1
     assert count > 300
+
+
+def test_a_kill_before_the_folder_is_synced_and_then_a_power_cut(tmp_path, monkeypatch):
+    """The next collection sees copies whose name is not on the disk yet, and deletes the pack they came from."""
+    recorder = Recorder(tmp_path / "run")
+    folder = recorder.root / "packs"
+    folder.mkdir(parents=True)
+    refs = save(store_in(folder), "s", KIB[:10])
+    recorder = Recorder(recorder.root)
+    begun = len(recorder.log)
+    with monkeypatch.context() as patch:
+        recorder.install(patch)
+        with monkeypatch.context() as killing:
+            killing.setattr(packs, "fsync_folder", dying)
+            killing.setattr(PackWriter, "abandon", dying)
+            killing.setattr(PackWriter, "_remove", dying)
+            with pytest.raises(Killed):
+                store_in(folder).collect(addresses(*refs[:2]))
+        assert len(packs_in(folder)) == 2
+        store_in(folder).collect(addresses(*refs[:2]))
+        assert len(packs_in(folder)) == 1
+    for length, tree in crashes(recorder.log, random.Random(0)):
+        if length >= begun:
+            place = tmp_path / "after"
+            shutil.rmtree(place, ignore_errors=True)
+            write_tree(tree, place)
+            assert store_in(place / "packs").verify(refs[:2]) == {}
+
+
+def dying(*arguments: object) -> None:
+    raise Killed
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])

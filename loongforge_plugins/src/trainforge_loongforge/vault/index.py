@@ -38,20 +38,24 @@ class Index:
     _distrusted: set[tuple[str, bytes]] = field(default_factory=set)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def refresh(self, again: Iterable[str] = ()) -> None:
+    def refresh(self, again: Iterable[str] = ()) -> bool:
         """Read the packs that are new or changed, and those named in `again`; forget those that have gone.
+
+        Returns:
+            Whether any has come, gone or changed.
 
         Raises:
             OSError: the folder cannot be listed.
         """
         with self._lock:
             found = {path.name: _identity(path) for path in self._listed()}
-            for name in self._seen.keys() - found.keys():
+            gone = self._seen.keys() - found.keys()
+            for name in gone:
                 self.forget(name)
-            once_more = set(again)
-            for name, identity in sorted(found.items()):
-                if identity is not None and (name in once_more or self._seen.get(name) != identity):
-                    self._load(name, identity)
+            changed = {name for name, identity in found.items() if self._seen.get(name) != identity}
+            for name in sorted(changed | found.keys() & set(again)):
+                self._load(name, found[name])
+            return bool(gone or changed)
 
     def places(self, address: bytes) -> tuple[Place, ...]:
         """The copies of a chunk; those that were found damaged come last."""
@@ -105,8 +109,10 @@ class Index:
             return []
         return [path for path in paths if path.name.endswith(SUFFIX) and not path.name.startswith(TEMPORARY)]
 
-    def _load(self, name: str, identity: tuple[int, int, int]) -> None:
+    def _load(self, name: str, identity: tuple[int, int, int] | None) -> None:
         self.forget(name)
+        if identity is None:
+            return  # it went between listing and looking
         path = self.folder / name
         try:
             self._put(name, read_index(path))

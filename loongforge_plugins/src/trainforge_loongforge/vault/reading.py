@@ -30,6 +30,7 @@ R = TypeVar("R")
 _OPEN_PACKS = 32
 _MOST_CHUNKS = 256  # that one thread takes at a time, when they are tiny
 _MOST_WINDOW = 2 * CHUNK_BYTES  # of zstd: more memory is not given to a chunk from elsewhere
+_SAME = 2  # a chunk is missing when the folder looks the same so many times
 _PAGE = 4096
 
 
@@ -49,10 +50,7 @@ class Reader:
         """
         if out.nbytes != ref.length:
             raise CheckpointError(f"a chunk of {ref.length} bytes was to be read into {out.nbytes} bytes")
-        if self._problem(ref, out) is None:
-            return
-        self._index.refresh()  # another process may have moved it
-        problem = self._problem(ref, out)
+        problem = self._sought(ref, out)
         if problem is not None:
             raise CheckpointError(problem)
 
@@ -72,7 +70,7 @@ class Reader:
         unique = list(dict.fromkeys(refs))
         packs = {place.pack for ref in unique for place in self._index.places(ref.address)}
         self._sources.close(None)
-        self._index.refresh(again=packs)
+        self._index.refresh(again=packs | self._index.damaged.keys())
         for pack in packs & self._index.packs.keys():
             with contextlib.suppress(OSError):
                 forget_cached(self._index.folder / pack)  # what is asked for is what the disk holds
@@ -112,7 +110,19 @@ class Reader:
     def _checked(self, ref: Ref) -> tuple[Ref, str | None]:
         if ref.length > CHUNK_BYTES:
             return ref, f"a chunk of {ref.length} bytes, and none is that long"
-        return ref, self._problem(ref, self._buffer("raw", ref.length), padding=True)
+        return ref, self._sought(ref, self._buffer("raw", ref.length), padding=True)
+
+    def _sought(self, ref: Ref, out: memoryview, *, padding: bool = False) -> str | None:
+        """As `_problem`, and looks again where another process may have moved the chunk meanwhile.
+
+        A folder that is listed while names come and go may show neither the old place nor the new one.
+        """
+        problem = self._problem(ref, out, padding=padding)
+        same = 0
+        while problem is not None and same < _SAME:
+            same = 0 if self._index.refresh() else same + 1
+            problem = self._problem(ref, out, padding=padding)
+        return problem
 
     def _problem(self, ref: Ref, out: memoryview, *, padding: bool = False) -> str | None:
         """Fill `out` from the first copy that is whole; None, or why there is none."""

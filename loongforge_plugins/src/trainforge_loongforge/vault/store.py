@@ -59,8 +59,8 @@ class Store:
         return dict(self._index.damaged)
 
     def refresh(self) -> None:
-        """Read the indexes of packs that have appeared or changed, forget those that have gone."""
-        self._index.refresh()
+        """Read the indexes of packs that have appeared or changed or could not be read; forget those that have gone."""
+        self._index.refresh(again=self._index.damaged)
 
     def has(self, address: bytes) -> bool:
         """Whether a pack holds the chunk of an address, and it was not found damaged."""
@@ -89,9 +89,8 @@ class Store:
         """
         _make_durably(self.folder)
         self._index.refresh()
-        fsync_folder(
-            self.folder
-        )  # a writer that was killed may have given a name that is not on the disk yet
+        # A writer that was killed may have given a name that is not on the disk yet: what lies behind it is used now.
+        fsync_folder(self.folder)
         saving = Saving(self._index, self._storage, f"{_checked(save_id)}-r{rank:05d}")
         batches = hashed_batches(pieces, self.has, compress=self._compress, threads=self._threads)
         try:
