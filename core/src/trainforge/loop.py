@@ -158,6 +158,7 @@ def _step(
     update = Update(step, lr, *_clipping(norm, run.train.clip))
 
     def update_slots(slots: Sequence[Slot]) -> None:
+        stages.checkpoint.before_write(slots)
         stages.optimizer.update(slots, update)
 
     stages.memory.apply(update_slots, used)

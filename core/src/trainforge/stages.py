@@ -391,6 +391,13 @@ class Checkpoint(Stage, ABC):
         A failure in the background is raised by the next `save`, `wait` or `committed`. One save in flight.
         """
 
+    def before_write(self, slots: Sequence[Slot]) -> None:
+        """The update is about to change the masters and the state of these slots; on whatever thread updates them.
+
+        For who saves without copying everything first: what is not written yet is copied now, or waited for. All of a
+        parameter's masters and state may change, whatever part of it the slots hold.
+        """
+
     @abstractmethod
     def wait(self) -> None:
         """Wait until the save in flight is committed; raises what went wrong."""

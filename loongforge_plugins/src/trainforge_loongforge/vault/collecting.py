@@ -83,10 +83,7 @@ class Collector:
 
     def _homes(self) -> dict[bytes, str]:
         """The pack that keeps each live chunk: of several copies, the one in the pack that is most alive."""
-        alive = {
-            pack: (pack in self._kept, sum(place.entry.stored for place in self._live_in(pack)))
-            for pack in self._index.packs
-        }
+        alive = {pack: (pack in self._kept, self._share(pack)) for pack in self._index.packs}
         homes: dict[bytes, str] = {}
         for pack in sorted(alive, key=lambda name: (*alive[name], name), reverse=True):
             for place in self._live_in(pack):
@@ -101,6 +98,11 @@ class Collector:
         stored = sum(place.entry.stored for place in self._index.packs[pack])
         needed = [p.entry.stored for p in self._live_in(pack) if homes[p.entry.address] == pack]
         return not needed or (2 * sum(needed) <= stored and stored > 0)
+
+    def _share(self, pack: str) -> float:
+        """How much of a pack is live, by stored bytes, whether or not there are other copies."""
+        stored = sum(place.entry.stored for place in self._index.packs[pack])
+        return sum(place.entry.stored for place in self._live_in(pack)) / stored if stored else 0.0
 
     def _live_in(self, pack: str) -> list[Place]:
         return [place for place in self._index.packs[pack] if place.entry.address in self._live]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainforge.errors import CheckpointError
-from trainforge.stages import is_checkpoint_name
 from trainforge.units import format_bytes
 
 if TYPE_CHECKING:
@@ -74,6 +73,5 @@ def free_bytes(folder: Path) -> int:
 
 
 def _written(folder: Path) -> int:
-    """Bytes of the committed checkpoints."""
-    found = folder.glob("step-*/*") if folder.is_dir() else ()
-    return sum(file.stat().st_size for file in found if is_checkpoint_name(file.parent.name) is not None)
+    """Bytes of what lies there."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -167,6 +167,9 @@ class FolderCheckpoint(Checkpoint):
         """What rank 0 locks for a save, beside its temporary folder: file descriptors, closed when it has ended."""
         return []
 
+    def _ended(self, save: Save) -> None:
+        """A save has ended, well or not (on the background thread, still locked)."""
+
     def _pruned(self) -> None:
         """Older checkpoints have gone (rank 0, on the background thread): give back what only they needed."""
 
@@ -371,6 +374,7 @@ class FolderCheckpoint(Checkpoint):
         except Exception as error:
             self._error = error
         finally:
+            self._ended(save)
             _unlock(locks)
 
     def _prune(self, latest: Path) -> None:

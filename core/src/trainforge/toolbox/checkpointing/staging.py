@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 
 from trainforge.toolbox.checkpointing.layout import Chunk, Held
+from trainforge.toolbox.host_memory import HostMemory
 
 SLAB_BYTES = 256 * 2**20
-"""Size of a buffer. A power of two, since page-locked allocations are rounded up to one."""
+"""Size of a page-locked buffer."""
 
 
 class Staging:
     """Buffers for one snapshot. On an accelerator they are page-locked, and copied to on a side stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._memory = device, HostMemory(device)
+        self._slabs: list[Tensor] = []
         self._accelerated = device.type != "cpu"
         self._stream = torch.Stream(device) if self._accelerated else None
         self._chunks: list[Chunk] = []
@@ -46,11 +48,23 @@ class Staging:
 
     def missing(self, chunks: list[Chunk]) -> int:
         """Bytes that a snapshot of these chunks would take beside what is held already."""
-        return 0 if chunks == self._chunks else sum(chunk.bytes for chunk in chunks)
+        if chunks == self._chunks:
+            return 0
+        return max(0, sum(chunk.bytes for chunk in chunks) - len(self._slabs) * SLAB_BYTES)
+
+    def reserve(self, size: int) -> None:
+        """Have buffers for `size` bytes ready, so that the first snapshot need not wait for them.
+
+        Raises:
+            ConfigError: the memory cannot be had or locked.
+        """
+        while len(self._slabs) * SLAB_BYTES < size:
+            self._slabs.append(self._memory.tensor(SLAB_BYTES, torch.uint8, pinned=True))
 
     def close(self) -> None:
         """Give the buffers back."""
-        self._chunks, self._copies = [], []
+        self._chunks, self._copies, self._slabs = [], [], []
+        self._memory.close()
 
     def _side_stream(self) -> AbstractContextManager[Any]:
         if self._stream is None:
@@ -67,7 +81,8 @@ class Staging:
                 fills.append(0)
             places.append((len(fills) - 1, fills[-1]))
             fills[-1] += chunk.bytes
-        slabs = [torch.empty(fill, dtype=torch.uint8, pin_memory=self._accelerated) for fill in fills]
+        self.reserve(len(fills) * SLAB_BYTES if self._accelerated else 0)
+        slabs = self._slabs or [torch.empty(fill, dtype=torch.uint8) for fill in fills]
         return [
             slabs[slab][start : start + chunk.bytes].view(getattr(torch, chunk.dtype))
             for chunk, (slab, start) in zip(chunks, places, strict=True)

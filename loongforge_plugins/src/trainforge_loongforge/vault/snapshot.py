@@ -1,0 +1,263 @@
+"""A save's view of the state while training goes on.
+
+What lies on a device is copied to page-locked buffers before `save` returns. What lies in host RAM and is changed by
+updates only is not copied: a chunk is read where it lies when its turn comes. Should the update come first
+(`Checkpoint.before_write`), it copies what is not written yet, as far as there is RAM for copies, and waits for the
+rest. (Copy-on-write snapshots of memory for checkpoints are an old idea: Li, Naughton and Plank 1990.)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trainforge.errors import CheckpointError
+from trainforge.toolbox.checkpointing.layout import Chunk, Held, split_name
+from trainforge_loongforge.vault.hashing import Ref
+from trainforge_loongforge.vault.packs import CHUNK_BYTES
+
+_WAITING, _COPYING, _COPIED, _OPEN, _DONE = "waiting", "copying", "copied", "open", "done"
+_STUCK_S = 600.0
+
+
+class Buffers:
+    """Buffers of a chunk's size that are used again, also by the next save: fresh memory costs more than the copy."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> Tensor:
+        """A buffer of CHUNK_BYTES bytes."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        return torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let somebody else use it."""
+        with self._lock:
+            self._free.append(buffer)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        with self._lock:
+            self._free.clear()
+
+
+@dataclass(eq=False)
+class LivePiece:
+    """A chunk that is read where it lies.
+
+    Attributes:
+        chunk: which.
+        held: the live tensor that has it.
+        known: what lay there in the last step.
+        snapshot: whose lock guards `state` and `copy`.
+        finite: False once it was seen that a master is not.
+    """
+
+    chunk: Chunk
+    held: Held
+    known: Ref | None
+    snapshot: Snapshot
+    state: str = _WAITING
+    copy: Tensor | None = None
+    finite: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Of the chunk."""
+        return self.chunk.bytes
+
+    @contextmanager
+    def opened(self) -> Iterator[memoryview]:
+        """Its bytes; an update that would change them waits until this ends."""
+        copy = self.snapshot.open(self)
+        scratch = None
+        try:
+            values = copy if copy is not None else self._as_it_lies()
+            if values is None:
+                scratch = self.snapshot.buffers.take()
+                values = scratch[: self.nbytes]
+                self.read_into(values)
+            self.finite = _is_finite(values, self.chunk)
+            yield _bytes_of(values)
+        finally:
+            if scratch is not None:
+                self.snapshot.buffers.give_back(scratch)
+            self.snapshot.close_piece(self)
+
+    def read_into(self, out: Tensor) -> None:
+        """Copy its bytes; complete when this returns."""
+        start = self.chunk.offset - self.held.offset
+        self.held.named.read(start, out.view(getattr(torch, self.chunk.dtype)))
+        if self.held.named.tensor.device.type != "cpu":
+            torch.accelerator.synchronize(self.held.named.tensor.device)
+
+    def _as_it_lies(self) -> Tensor | None:
+        """Its bytes without a copy, where memory holds them just so."""
+        tensor = self.held.named.tensor.detach()
+        if self.held.named.low is not None or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            return None
+        start = self.chunk.offset - self.held.offset
+        return tensor.view(-1)[start : start + self.chunk.length].view(torch.uint8)
+
+
+@dataclass(eq=False)
+class CopiedPiece:
+    """A chunk that was copied before `save` returned."""
+
+    chunk: Chunk
+    copy: Tensor
+    known: Ref | None
+    finite: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Of the chunk."""
+        return self.chunk.bytes
+
+    @contextmanager
+    def opened(self) -> Iterator[memoryview]:
+        """Its bytes."""
+        values = self.copy.view(torch.uint8)
+        self.finite = _is_finite(values, self.chunk)
+        yield _bytes_of(values)
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """The chunks of a rank in one save.
+
+    Attributes:
+        buffers: for scratch and for copies.
+        most_copies: how many chunks may be copied when updates overtake the writing.
+        pieces: every chunk, in the order in which they are written.
+        delayed_s: seconds that updates have spent copying and waiting.
+    """
+
+    buffers: Buffers
+    most_copies: int
+    pieces: list[LivePiece | CopiedPiece] = field(default_factory=list)
+    delayed_s: float = 0.0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _copies: int = 0
+    _by_name: dict[str, list[LivePiece]] = field(default_factory=dict)
+
+    def add_live(self, chunk: Chunk, held: Held, known: Ref | None) -> None:
+        """A chunk to be read where it lies."""
+        piece = LivePiece(chunk, held, known, self)
+        self.pieces.append(piece)
+        self._by_name.setdefault(split_name(chunk.tensor)[2], []).append(piece)
+
+    def add_copied(self, chunk: Chunk, copy: Tensor, known: Ref | None) -> None:
+        """A chunk that lies in a buffer."""
+        self.pieces.append(CopiedPiece(chunk, copy, known))
+
+    @property
+    def finite(self) -> bool:
+        """Whether all masters are, once all is written."""
+        return all(piece.finite for piece in self.pieces)
+
+    def open(self, piece: LivePiece) -> Tensor | None:
+        """Claim a chunk for writing; gives its copy when there is one."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: piece.state is not _COPYING
+            )  # else the update would change what is read
+            copy = piece.copy
+            piece.state = _OPEN
+            return None if copy is None else copy[: piece.nbytes]
+
+    def close_piece(self, piece: LivePiece) -> None:
+        """The chunk is written, or found to lie there already."""
+        with self._changed:
+            if piece.copy is not None:
+                self.buffers.give_back(piece.copy)
+                piece.copy = None
+                self._copies -= 1
+            piece.state = _DONE
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """The save has ended, well or not: nobody need wait for it."""
+        with self._changed:
+            for pieces in self._by_name.values():
+                for piece in pieces:
+                    piece.state = _DONE
+            self._changed.notify_all()
+
+    def before_write(self, names: Collection[str]) -> None:
+        """Tensors of these parameters are about to change: copy their chunks, or wait for them.
+
+        Raises:
+            CheckpointError: the writing has not moved for minutes.
+        """
+        pieces = [
+            piece for name in names for piece in self._by_name.get(name, ()) if piece.state is not _DONE
+        ]
+        if not pieces:
+            return
+        began = time.perf_counter()
+        for piece in pieces:
+            if self._may_copy(piece):
+                buffer = self.buffers.take()
+                piece.read_into(buffer[: piece.nbytes])
+                self._keep(piece, buffer)
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: all(piece.copy is not None or piece.state is _DONE for piece in pieces), _STUCK_S
+            ):
+                raise CheckpointError(
+                    f"the update has waited {_STUCK_S:.0f} s for a checkpoint to be written: the disk hangs, or is far "
+                    "too slow; save less often (train.save_every)"
+                )
+        self.delayed_s += time.perf_counter() - began
+
+    def _may_copy(self, piece: LivePiece) -> bool:
+        """Claim a chunk for copying, unless it is being written or there is no room for one more copy."""
+        with self._changed:
+            if piece.state is not _WAITING or self._copies >= self.most_copies:
+                return False
+            piece.state = _COPYING
+            self._copies += 1
+            return True
+
+    def _keep(self, piece: LivePiece, buffer: Tensor) -> None:
+        with self._changed:
+            piece.copy, piece.state = buffer, _COPIED
+            self._changed.notify_all()
+
+
+def _is_finite(values: Tensor, chunk: Chunk) -> bool:
+    """Whether a chunk of a master is; all others pass."""
+    if split_name(chunk.tensor)[1] != "master":
+        return True
+    return bool(torch.isfinite(values.view(getattr(torch, chunk.dtype))).all())
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    return values.numpy().data if values.numel() else memoryview(b"")
+
+
+def overtakable(names: Collection[str], held: Mapping[str, Sequence[Held]], chunk: Chunk) -> Held | None:
+    """The live tensor of a chunk that only updates change and that lies in host RAM; None for all others."""
+    part, _, name = split_name(chunk.tensor)
+    if part != "memory" or name not in names:
+        return None
+    found = holder(held, chunk)
+    return found if found.named.tensor.device.type == "cpu" else None
+
+
+def holder(held: Mapping[str, Sequence[Held]], chunk: Chunk) -> Held:
+    """The live tensor that has a chunk of this rank."""
+    spans = held[chunk.tensor]
+    end = chunk.offset + chunk.length
+    return next(span for span in spans if span.offset <= chunk.offset and end <= span.offset + span.length)
