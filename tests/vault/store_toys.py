@@ -106,8 +106,8 @@ def content(seed: int, size: int) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-def store_in(folder: Path, **options: object) -> Store:
-    return Store(folder, PlainStorage(), **options)
+def store_in(folder: Path, storage: object = None, **options: object) -> Store:
+    return Store(folder, storage or PlainStorage(), **options)
 
 
 def save(store: Store, save_id: str, chunks: Iterable[bytes], rank: int = 0) -> list[Ref]:

@@ -315,6 +315,23 @@ def test_two_copies_of_a_chunk_become_one(tmp_path):
     assert read(store, ref) == KIB[0]
 
 
+def test_copies_in_packs_that_both_go_become_one(tmp_path):
+    folder = tmp_path / "packs"
+    folder.mkdir()
+    for at in (0, 1):
+        writer = PackWriter(folder / f"s{at}-r00000-000.pack", store_in(folder)._storage)
+        for chunk in [KIB[0], *KIB[10 * at + 1 : 10 * at + 6]]:
+            ref = ref_of(chunk)
+            writer.add(ref.address, ref.xxh3_128, memoryview(chunk))
+        writer.finish()
+    store = store_in(folder)
+    live = [ref_of(KIB[0]), ref_of(KIB[1]), ref_of(KIB[11])]
+    assert len(store.collect(addresses(*live)).deleted) == 2
+    (name,) = packs_in(folder)
+    assert sorted(entry.address for entry in read_index(folder / name)) == sorted(addresses(*live))
+    assert store_in(folder).verify(live) == {}
+
+
 def test_others_read_while_packs_are_rewritten(tmp_path):
     """A reader that holds no lock never misses a live chunk."""
     folder = tmp_path / "packs"

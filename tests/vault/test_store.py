@@ -8,7 +8,9 @@ import itertools
 import os
 import random
 import shutil
+import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,24 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.crash_fs import Recorder, crashes, write_tree
-from tests.vault.store_toys import PlainSink, Toy, content, packs_in, read, ref_of, save, store_in
+from tests.vault.store_toys import (
+    PlainSink,
+    PlainSource,
+    PlainStorage,
+    Toy,
+    content,
+    packs_in,
+    read,
+    ref_of,
+    save,
+    store_in,
+)
 
 from trainforge.errors import CheckpointError
 from trainforge_loongforge.vault import hashing, packs, reading
 from trainforge_loongforge.vault.hashing import Ref
 from trainforge_loongforge.vault.packs import CHUNK_BYTES, ZSTD, PackWriter
+from trainforge_loongforge.vault.storage import Storage
 
 SOME = [content(seed, size) for seed, size in enumerate([1, 100, 4095, 4096, 4097, 70_000, 0, 300_000])]
 
@@ -467,7 +481,81 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def test_power_cuts_at_every_moment_of_three_saves(tmp_path, monkeypatch):
+def test_files_are_not_closed_while_a_thread_reads_them(tmp_path, monkeypatch):
+    """More packs than may be open, and more threads than that."""
+    monkeypatch.setattr(reading, "_OPEN_PACKS", 1)
+    broken, most, is_open = [], [0], [0]
+
+    class Watched(PlainSource):
+        busy, closed = 0, False
+
+        def __init__(self, path):
+            super().__init__(path)
+            is_open[0] += 1
+            most[0] = max(most[0], is_open[0])
+
+        def read_into(self, at, out):
+            self.busy += 1
+            time.sleep(0.0005)
+            if self.closed:
+                broken.append(self)
+            super().read_into(at, out)
+            self.busy -= 1
+
+        def close(self):
+            if self.busy:
+                broken.append(self)
+            self.closed = True
+            is_open[0] -= 1
+            super().close()
+
+    storage = PlainStorage()
+    storage.open = Watched
+    store = store_in(tmp_path / "packs", storage)
+    refs = [save(store, f"s{at}", [content(at, 100)])[0] for at in range(60)]
+    outs = [bytearray(100) for _ in refs]
+    wanted = [(ref, memoryview(out)) for ref, out in zip(refs, outs, strict=True)]
+    threads = [threading.Thread(target=store.read_many, args=(wanted[k::4], 1)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [bytes(out) for out in outs] == [content(at, 100) for at in range(60)]
+    assert broken == []
+    assert most[0] <= 1 + len(threads)
+    store.close()
+    assert is_open[0] == 0
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+@pytest.mark.parametrize("compress", [False, True])
+def test_with_the_real_storage(tmp_path, where, compress):
+    """C45: odd sizes, a disk that takes O_DIRECT or not, and a folder in memory: the same bytes."""
+    folder = tmp_path if where == "disk" else Path(tempfile.mkdtemp(dir="/dev/shm"))
+    try:
+        storage = Storage.choose("posix", folder)
+        store = store_in(folder / "packs", storage, compress=compress)
+        chunks = [
+            *SOME,
+            content(50, CHUNK_BYTES),
+            b"ab" * (CHUNK_BYTES // 2 - 1),
+            content(51, CHUNK_BYTES - 1),
+        ]
+        refs = save(store, "s1", chunks)
+        other = store_in(folder / "packs")
+        assert [read(other, ref) for ref in refs] == [read(store, ref) for ref in refs] == chunks
+        assert store.verify(refs) == {}
+        done = store.collect([ref.address for ref in refs[4:6]])
+        assert done.rewritten_bytes > 0
+        assert [read(store_in(folder / "packs"), ref) for ref in refs[4:6]] == chunks[4:6]
+        store.close()
+    finally:
+        if where == "memory":
+            shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("storage", [PlainStorage(), Storage()], ids=["plain", "real"])
+def test_power_cuts_at_every_moment_of_three_saves(tmp_path, monkeypatch, storage):
     """What a save has reported is there after any power cut; what it has not leaves nothing that the next minds."""
     monkeypatch.setattr(packs, "PACK_BYTES", 600)
     contents = [[content(10 * at + k, 200) for k in range(5)] for at in range(3)]
@@ -477,7 +565,7 @@ def test_power_cuts_at_every_moment_of_three_saves(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         recorder.install(patch)
         for at, chunks in enumerate(contents):
-            store = store_in(recorder.root / "checkpoints/packs", threads=1)
+            store = store_in(recorder.root / "checkpoints/packs", storage, threads=1)
             refs = save(store, f"s{at}", chunks)
             recorder.mark(tuple(refs))
     count = 0
@@ -485,7 +573,7 @@ def test_power_cuts_at_every_moment_of_three_saves(tmp_path, monkeypatch):
         promised = [ref for op in recorder.log[:length] if op.kind == "mark" for ref in op.mark]
         _check_after_the_cut(tmp_path / "after", tree, promised, contents[0])
         count += 1
-    assert count > 1000
+    assert count > 100
 
 
 def test_a_kill_before_the_folder_is_synced_and_then_a_power_cut(tmp_path, monkeypatch):
