@@ -53,6 +53,25 @@ def test_what_changes_after_save_returns_is_not_in_the_checkpoint(tmp_path, monk
     assert target.loaded == (3, {"step": 1, "deep": [1]})
 
 
+def test_a_disk_that_does_not_keep_up_is_told_once_until_it_gets_twice_as_bad(tmp_path):
+    stage = checkpoint(tmp_path)
+    for step, waited_s in ((1, 0.1), (2, 3.0), (3, 5.9), (4, 6.1), (5, 0.0)):
+        stage._tell_if_slow(step, waited_s)
+    first, second = stage._console.lines
+    assert first.startswith("dcp: the checkpoint of step 2 had to wait 3.0 s for the one before")
+    assert second.startswith("dcp: the checkpoint of step 4 had to wait 6.1 s")
+    assert "save less often (train.save_every)" in first
+
+
+def test_how_long_a_save_waits_for_the_one_before_is_what_is_told(tmp_path, monkeypatch):
+    slow_write(monkeypatch, 1.0)
+    stage = checkpoint(tmp_path)
+    for step in (1, 2):
+        stage.save(step, {"p": whole(w=torch.ones(10))})
+    stage.close()
+    assert any("the checkpoint of step 2 had to wait" in line for line in stage._console.lines)
+
+
 def test_a_second_save_waits_for_the_first_and_reuses_its_buffers(tmp_path, monkeypatch):
     slow_write(monkeypatch)
     tensor = torch.ones(10)

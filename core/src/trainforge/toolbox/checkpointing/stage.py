@@ -39,12 +39,13 @@ from trainforge.toolbox.checkpointing.layout import (
 from trainforge.toolbox.checkpointing.protocol import Save, SaveFacts
 from trainforge.toolbox.checkpointing.staging import OneByOne, Staging
 from trainforge.toolbox.host_limits import host_limit
-from trainforge.units import format_bytes
+from trainforge.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from trainforge.context import Context
 
 _VISIBLE_S = 10.0
+_SLOW_S = 0.5  # a wait for the save before that is worth a word
 _SNAPSHOT_MARGIN = 1.1  # the run takes RAM for other things too while it is written
 
 
@@ -143,6 +144,7 @@ class FolderCheckpoint(Checkpoint):
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._closing = threading.Event()
+        self._told_wait_s = _SLOW_S / 2
         self._stored: tuple[tuple[Path, int, int, int], Stored] | None = None
         self._only_reads = not {"model", "optimizer"} <= ctx.built.keys()
         if not self._only_reads:  # who only reads writes nothing: another process may be saving there
@@ -179,6 +181,7 @@ class FolderCheckpoint(Checkpoint):
         """Snapshot the parts and write them; in the background, the writing goes on after it has returned."""
         began = time.perf_counter()
         prepared, error = _Prepared(), self._settle()
+        self._tell_if_slow(step, time.perf_counter() - began)
         try:
             if error is None:
                 self._prepare(step, parts, prepared)
@@ -296,6 +299,15 @@ class FolderCheckpoint(Checkpoint):
         except CheckpointError as problem:
             error = problem
         self._raise_together(error, self._comm.gather(None if error is None else str(error)))
+
+    def _tell_if_slow(self, step: int, waited_s: float) -> None:
+        """Say that the disk does not keep up; again only when it has become twice as bad."""
+        if self._rank == 0 and waited_s > self._told_wait_s * 2:
+            self._told_wait_s = waited_s
+            self._console.warn(
+                f"{self._plugin}: the checkpoint of step {step} had to wait {format_seconds(waited_s)} for the one before "
+                "to reach the disk, and training with it: save less often (train.save_every), or to a faster disk"
+            )
 
     def _prepare(self, step: int, parts: Mapping[str, Part], prepared: _Prepared) -> None:
         states = {name: part.state() for name, part in parts.items()}
