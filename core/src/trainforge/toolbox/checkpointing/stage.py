@@ -305,8 +305,8 @@ class FolderCheckpoint(Checkpoint):
         if self._rank == 0 and waited_s > self._told_wait_s * 2:
             self._told_wait_s = waited_s
             self._console.warn(
-                f"{self._plugin}: the checkpoint of step {step} had to wait {format_seconds(waited_s)} for the one before "
-                "to reach the disk, and training with it: save less often (train.save_every), or to a faster disk"
+                f"{self._plugin}: the checkpoint of step {step} had to wait {format_seconds(waited_s)} for the one "
+                "before to reach the disk, and training with it: save less often (train.save_every), or to a faster disk"
             )
 
     def _prepare(self, step: int, parts: Mapping[str, Part], prepared: _Prepared) -> None:
