@@ -306,7 +306,8 @@ class FolderCheckpoint(Checkpoint):
             self._told_wait_s = waited_s
             self._console.warn(
                 f"{self._plugin}: the checkpoint of step {step} had to wait {format_seconds(waited_s)} for the one "
-                "before to reach the disk, and training with it: save less often (train.save_every), or to a faster disk"
+                "before to reach the disk, and training with it: save less often (train.save_every), or to a faster "
+                "disk"
             )
 
     def _prepare(self, step: int, parts: Mapping[str, Part], prepared: _Prepared) -> None:
