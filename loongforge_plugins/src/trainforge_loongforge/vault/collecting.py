@@ -18,6 +18,7 @@ from trainforge_loongforge.vault.packs import SUFFIX, TEMPORARY, PackWriter
 
 if TYPE_CHECKING:
     from trainforge_loongforge.vault.index import Index, Place
+    from trainforge_loongforge.vault.packs import Entry
     from trainforge_loongforge.vault.reading import Reader
     from trainforge_loongforge.vault.storage import Storage
 
@@ -71,10 +72,10 @@ class Collector:
             self._drop(name for name in list(self._damaged) if name not in self._kept)
         homes = self._homes()
         going = [pack for pack in self._index.packs if self._is_mostly_dead(pack, homes)]
-        dead = [pack for pack in going if not self._live_in(pack)]
-        self._drop(dead)  # first: this makes room for what is written anew
+        alive = [pack for pack in going if self._live_in(pack)]
+        self._drop(set(going) - set(alive))  # first: this makes room for what is written anew
         try:
-            self._rewrite([pack for pack in going if pack not in dead])
+            self._rewrite(alive)
         except BaseException:
             if self._writer is not None:
                 self._writer.abandon()
@@ -125,32 +126,31 @@ class Collector:
             return True
         copies = self._index.places(address)
         for copy in copies:
-            if copy.pack not in leaving and copy.pack != place.pack and self._is_whole(copy):
+            if copy.pack not in leaving and copy.pack != place.pack and self._stored(copy) is not None:
                 return True
         for copy in copies:
-            if self._is_whole(copy):
-                self._copy(copy)
+            data = self._stored(copy)
+            if data is not None:
+                self._copy(copy.entry, data)
                 return True
         self._lost.add(address)
         self._damaged[place.pack] = f"chunk {address.hex()[:12]}, which is live, is damaged in {place.pack}"
         return False
 
-    def _is_whole(self, place: Place) -> bool:
+    def _stored(self, place: Place) -> memoryview | None:
+        """What a copy holds, if it is whole."""
         try:
-            self._reader.stored(place)
+            return self._reader.stored(place)
         except (CheckpointError, OSError):
-            return False
-        return True
+            return None
 
-    def _copy(self, place: Place) -> None:
-        entry = place.entry
+    def _copy(self, entry: Entry, data: memoryview) -> None:
         if self._writer is not None and not self._writer.has_room(entry.stored):
             self._finish()
         if self._writer is None:
             path = self._index.folder / f"{self._name}-{self._written:03d}{SUFFIX}"
             self._writer = PackWriter(path, self._storage)
             self._written += 1
-        data = self._reader.stored(place)
         self._writer.add(entry.address, entry.xxh3_128, data, entry.codec, entry.length)
         self._copied.add(entry.address)
 
