@@ -295,11 +295,13 @@ def test_typed_memory_is_taken_as_bytes(store, tmp_path):
     values = torch.arange(3000, dtype=torch.float32)
     write(store, tmp_path / "f", [memoryview(values.numpy()).cast("B")])
     sink = store.create(tmp_path / "g")
-    sink.append(memoryview(values.numpy()))
+    assert sink.append(memoryview(values[:0].numpy())) == 0
+    assert sink.append(memoryview(values.numpy())) == 0
     assert sink.finish() == 12_000
     back = torch.zeros(3000)
     source = store.open(tmp_path / "g")
     source.read_into(0, memoryview(back.numpy()))
+    source.read_into(5, memoryview(back[:0].numpy()))
     source.close()
     assert torch.equal(back, values)
     assert (tmp_path / "f").read_bytes() == (tmp_path / "g").read_bytes()

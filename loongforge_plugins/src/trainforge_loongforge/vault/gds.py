@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainforge_loongforge.vault.storage import BLOCK, BOUNCE_BYTES, Sink, Source, Storage
+from trainforge_loongforge.vault.storage import BLOCK, BOUNCE_BYTES, Sink, Source, Storage, as_bytes
 
 INSTALL = "pip install 'trainforge-loongforge[gds]' (with CUDA 13: [gds-cuda13])"
 _READ_BYTES = 2**20  # below it the detour costs more than the page cache
@@ -190,7 +190,7 @@ class GdsSource(Source):
 
     def read_into(self, at: int, out: _Bytes) -> None:
         """Fill `out` with the bytes at offset `at`. Raises as `Source.read_into` does."""
-        view = memoryview(out).cast("B")
+        view = as_bytes(out)
         if len(view) >= _READ_BYTES:
             with contextlib.suppress(Exception):  # as for writing
                 if self._handle is not None and self._gds.read(self._handle, at, view) == len(view):

@@ -128,7 +128,7 @@ class Sink:
 
     def append(self, data: _Bytes) -> int:
         """Add bytes, which may change once this returns; gives the offset they have in the file."""
-        at, view = self._size, memoryview(data).cast("B")
+        at, view = self._size, as_bytes(data)
         while view:
             if self._goes_straight(view):
                 self._drain()
@@ -244,7 +244,7 @@ class Source:
         Raises:
             CheckpointError: the file ends before, or the disk cannot read it; names the file.
         """
-        view = memoryview(out).cast("B")
+        view = as_bytes(out)
         try:
             if self._direct is not None and len(view) >= _DIRECT_READ_BYTES:
                 done = self._read_direct(self._direct, at, view)
@@ -340,6 +340,12 @@ def own_bounce() -> memoryview:
         _thread.bounce = bounce_buffer(_READ_BYTES)
     bounce: memoryview = _thread.bounce
     return bounce
+
+
+def as_bytes(data: _Bytes) -> memoryview:
+    """The bytes of a contiguous buffer of any type; `cast` alone does not take an empty one."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def copy_into(out: memoryview, data: memoryview) -> None:
