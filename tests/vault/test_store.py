@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,11 @@ def test_any_pieces_on_any_number_of_threads_keep_their_order(tmp_path_factory, 
     assert [bytes(out) for out in outs] == chunks == [got[at] for at in range(len(chunks))]
 
 
-def test_few_pieces_are_open_at_a_time(tmp_path):
+@pytest.mark.parametrize(
+    ("size", "count", "allowed"),
+    [(CHUNK_BYTES, 24, 4), (CHUNK_BYTES // 2, 24, 8), (CHUNK_BYTES // 2 - 1, 24, 2), (100, 3000, 2)],
+)
+def test_few_pieces_are_open_at_a_time(tmp_path, size, count, allowed):
     """Memory: what is open is bounded, however slow the disk and however many pieces there are."""
     lock, now, most = threading.Lock(), [0], [0]
 
@@ -146,10 +151,31 @@ def test_few_pieces_are_open_at_a_time(tmp_path):
                 now[0] -= 1
             super().__exit__(*error)
 
-    pieces = [Counting(bytes([seed]) * CHUNK_BYTES) for seed in range(24)]
-    store_in(tmp_path / "packs", threads=2).write("s", 0, pieces)
+    pieces = [Counting(content(seed, size)) for seed in range(count)]
+    written = store_in(tmp_path / "packs", threads=2).write("s", 0, pieces)
+    assert written.new_chunks == count
     assert now[0] == 0
-    assert 1 <= most[0] <= 2 + 2
+    assert 1 <= most[0] <= allowed
+
+
+def test_tiny_pieces_are_handed_to_threads_by_the_hundred(tmp_path, monkeypatch):
+    """Thousands of tiny tensors: no task per piece, neither for writing nor for reading."""
+    tasks = [0]
+    real = ThreadPoolExecutor.submit
+
+    def submit(*arguments, **options):
+        tasks[0] += 1
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    store = store_in(tmp_path / "packs", Storage())
+    chunks = [number.to_bytes(100, "little") for number in range(5000)]
+    refs = save(store, "s", chunks)
+    assert tasks[0] <= 5000 / 512 + 1
+    outs = [bytearray(100) for _ in refs]
+    store.read_many([(ref, memoryview(out)) for ref, out in zip(refs, outs, strict=True)])
+    assert [bytes(out) for out in outs] == chunks
+    assert tasks[0] <= 5000 / 512 + 1 + 5000 / 256 + 1
 
 
 def test_a_chunk_that_is_too_long_is_refused(tmp_path):

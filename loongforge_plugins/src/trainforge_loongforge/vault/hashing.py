@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _MOST_PIECES = 512  # of one batch, when they are tiny
+_LARGE_BYTES = CHUNK_BYTES // 2  # so that a batch has at most two pieces open
 _ZSTD_LEVEL = 1
 
 
@@ -64,7 +65,7 @@ class Hashed:
 
 @dataclass
 class Batch:
-    """Consecutive pieces that were hashed together; those with data are open until it is closed."""
+    """Consecutive pieces that were hashed together; their data is there until it is closed."""
 
     pieces: list[Hashed] = field(default_factory=list)
     raw_bytes: int = 0
@@ -81,14 +82,16 @@ class Batch:
         self._open.close()
 
     def take(self, piece: Piece, has: Callable[[bytes], bool], compress: bool) -> None:
-        """Hash a piece; it stays open only when its bytes are to be written as they are."""
+        """Hash a piece; it stays open only when its bytes are to be written as they are, and are many."""
         with ExitStack() as stack:
             data = stack.enter_context(piece.opened()).cast("B")
             hashed = _look(data, piece.known, has)
             if hashed.data is not None and compress:
                 _compress(hashed)
-            if hashed.data is data:
+            if hashed.data is data and data.nbytes >= _LARGE_BYTES:
                 self._open.push(stack.pop_all())
+            elif hashed.data is data:
+                hashed.data = memoryview(bytes(data))  # what an open piece holds may be more than its bytes
             self.pieces.append(hashed)
             self.raw_bytes += hashed.ref.length
 
@@ -98,7 +101,7 @@ def hashed_batches(
 ) -> Generator[Batch, None, None]:
     """Look at all pieces on threads, and give them in order; each batch is closed when the next one is asked for.
 
-    At most `threads` + 2 batches, each of at most two chunks' bytes, are open at a time.
+    At most `threads` + 2 batches are held at a time, each of less than two chunks' bytes and at most two open pieces.
 
     Args:
         pieces: what to look at.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainforge.toolbox.checkpointing.folders import fsync_folder
+from trainforge.toolbox.checkpointing.folders import fsync_folder, make_durably
 from trainforge_loongforge.vault.collecting import Collected, Collector, remove_leftovers
 from trainforge_loongforge.vault.hashing import Piece, Ref, hashed_batches, zstd
 from trainforge_loongforge.vault.index import Index
@@ -76,7 +76,7 @@ class Store:
         """Store the pieces that the store does not hold yet; afterwards all of them are on the disk.
 
         A piece that is what is known of it is not hashed again; one that the store holds is not written again. At most
-        `threads` + 2 batches of at most two chunks' bytes are open at a time.
+        2 x (`threads` + 2) pieces are open at a time, and as many chunks' bytes are held.
 
         Args:
             save_id: of this save; letters, digits, `-` and `_`. With `rank`, it names the packs.
@@ -87,7 +87,7 @@ class Store:
         Raises:
             OSError: it cannot be written; nothing of it is left.
         """
-        _make_durably(self.folder)
+        make_durably(self.folder)
         self._index.refresh()
         # A writer that was killed may have given a name that is not on the disk yet: what lies behind it is used now.
         fsync_folder(self.folder)
@@ -178,11 +178,3 @@ def _checked(save_id: str) -> str:
     if not _SAVE_ID.fullmatch(save_id):
         raise ValueError(f"{save_id!r} cannot be the name of a save")
     return save_id
-
-
-def _make_durably(folder: Path) -> None:
-    """Make a folder and those above it that are missing, and bring their names to the disk."""
-    if not folder.is_dir():
-        _make_durably(folder.parent)
-        folder.mkdir(exist_ok=True)
-        fsync_folder(folder.parent)
