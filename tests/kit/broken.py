@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -685,6 +687,58 @@ class KnowsKeepOnly(ReferenceCheckpoint):
     def __init__(self, ctx):
         super().__init__(ctx)
         self._keep_every = self._best = None
+
+
+@breaks("checkpoint", "test_an_update_may_overtake_the_writing", "exp_avg of")
+class CopiesMastersOnly(ReferenceCheckpoint):
+    later: Any = None
+
+    def save(self, step, parts):
+        self.later, self.copies = (step, parts), {}
+
+    def before_write(self, slots):
+        for slot in slots:
+            self.copies.setdefault(slot.extent.name, slot.master.clone())
+
+    def wait(self):
+        super().save(self.later[0], {name: self._as_it_was(part) for name, part in self.later[1].items()})
+
+    def _as_it_was(self, part):
+        state = part.state()
+        tensors = tuple(
+            replace(one, tensor=self.copies[one.extent.name])
+            if one.key == "master" and one.extent.name in self.copies
+            else one
+            for one in state.tensors
+        )
+        return SimpleNamespace(state=lambda: replace(state, tensors=tensors))
+
+
+@breaks("checkpoint", "test_what_stays_needs_nothing_of_what_is_removed", "has damaged step 2")
+class TakesTheNextOneAlong(ReferenceCheckpoint):
+    def remove(self, paths):
+        freed = super().remove(paths)
+        min(self._folder.glob("*/rank-0.bin")).write_bytes(b"")
+        return freed
+
+
+@breaks("checkpoint", "test_what_stays_needs_nothing_of_what_is_removed", "there are [1, 2, 3, 4]")
+class RemovesNothing(ReferenceCheckpoint):
+    def remove(self, paths):
+        return 0
+
+
+@breaks("checkpoint", "test_equal_digests_mean_equal_bits", "one bit other than before and the same digest")
+class DigestsOfShapes(ReferenceCheckpoint):
+    def describe(self, path):
+        index = json.loads(json.loads((path / "rank-0.json").read_text())["json"])
+        return {
+            "tensors": {
+                f"{part}/{one['key']}/{one['name']}": str(one["global_shape"])
+                for part, state in index.items()
+                for one in state["tensors"]
+            }
+        }
 
 
 @breaks("checkpoint", "test_a_save_can_be_repeated", "saving step 12 twice")

@@ -7,51 +7,16 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from trainforge.checkpoints import list_checkpoints
 from trainforge.errors import CheckpointError
-from trainforge.stages import (
-    Checkpoint,
-    Extent,
-    NamedTensor,
-    PartState,
-    checkpoint_name,
-    is_checkpoint_name,
-)
+from trainforge.stages import Checkpoint, Extent, checkpoint_name, is_checkpoint_name
 from trainforge.testing.bench import Stages
 from trainforge.testing.conformance.base import PluginConformance, refusal
-from trainforge.toolbox.halves import split
-
-
-class Box:
-    """A part of a run for tests: any data, any tensors; `low` are lower halves of those that are kept split."""
-
-    def __init__(
-        self,
-        data: Mapping[str, Any],
-        tensors: Mapping[tuple[str, Extent], Tensor],
-        version: int = 1,
-        low: Mapping[tuple[str, Extent], Tensor] | None = None,
-    ) -> None:
-        self.data, self.tensors, self.version, self.low = dict(data), dict(tensors), version, dict(low or {})
-        self.loaded: tuple[int, dict[str, Any]] | None = None
-
-    def state(self) -> PartState:
-        """The live tensors."""
-        named = (NamedTensor(*place, t, self.low.get(place)) for place, t in self.tensors.items())
-        return PartState(self.version, self.data, tuple(named))
-
-    def load(self, version: int, data: dict[str, Any]) -> None:
-        """Keep what was given."""
-        self.loaded = (version, data)
-
-    def emptied(self) -> Box:
-        """A box of the same shape with other bits in it."""
-        return Box({}, {place: torch.full_like(t, 1) for place, t in self.tensors.items()}, self.version)
+from trainforge.testing.conformance.boxes import Box, halves, same_bits, slots_of, values_of
 
 
 class CheckpointConformance(PluginConformance):
@@ -311,6 +276,85 @@ class CheckpointConformance(PluginConformance):
             "checkpoint.json needs `metrics` of `retention.measured`"
         )
 
+    def test_an_update_may_overtake_the_writing(self, tmp_path: Path) -> None:
+        """What changes after `before_write` was told of it is saved as it was: masters and every state of theirs."""
+        stages = self.build(tmp_path, train={"keep": 3})
+        slots = slots_of(stages)
+        for step in (1, 2, 3):
+            wanted = values_of(stages.memory.state())
+            stages.checkpoint.save(step, stages.parts())
+            for slot in slots if step % 2 else reversed(slots):
+                stages.checkpoint.before_write([slot])
+                slot.master.add_(step)
+                for tensor in slot.state.values():
+                    tensor.fill_(step)
+            changed = values_of(stages.memory.state())
+            assert not any(same_bits(wanted[place], tensor) for place, tensor in changed.items())
+            stages.checkpoint.wait()
+            stages.checkpoint.restore(
+                {"memory": stages.memory}, tmp_path / "checkpoints" / checkpoint_name(step)
+            )
+            for (key, name), tensor in values_of(stages.memory.state()).items():
+                same = same_bits(tensor, wanted[key, name])
+                assert same, (
+                    f"{key} of {name} is not what it was when step {step} was saved: before_write() must copy, or wait "
+                    "for, all that belongs to the parameters of its slots and is not written yet"
+                )
+
+    def test_what_stays_needs_nothing_of_what_is_removed(self, tmp_path: Path) -> None:
+        """`remove`: what is named goes, and every other checkpoint restores as before."""
+        stages, folder = self.build(tmp_path, train={"keep": 4}), tmp_path / "checkpoints"
+        place = "master", Extent("big.weight", (64, 70), 0, 4480)
+        wanted = {}
+        for step in (1, 2, 3, 4):
+            boxes = self.boxes()
+            boxes["memory"].tensors[place][: 1000 * step] += step  # the rest is the same in all of them
+            wanted[step] = boxes["memory"].tensors
+            stages.checkpoint.save(step, boxes)
+            stages.checkpoint.wait()
+        freed = stages.checkpoint.remove([folder / checkpoint_name(step) for step in (1, 3)])
+        assert isinstance(freed, int), f"remove() gave {freed!r}; it gives the bytes freed"
+        assert freed >= 0, f"remove() gave {freed}; it gives the bytes freed"
+        left = sorted(s for p in folder.iterdir() if (s := is_checkpoint_name(p.name)) is not None)
+        assert left == [2, 4], f"after remove() of steps 1 and 3 of 4 there are {left}"
+        for step in left:
+            path = folder / checkpoint_name(step)
+            problems = stages.checkpoint.verify(path)
+            assert problems == [], f"remove() of other checkpoints has damaged step {step}: {problems}"
+            fresh = self.boxes()["memory"].emptied()
+            stages.checkpoint.restore({"memory": fresh}, path)
+            for where, tensor in wanted[step].items():
+                same = same_bits(fresh.tensors[where], tensor)
+                assert same, (
+                    f"remove() of other checkpoints has changed {where[0]} of {where[1].name} in step {step}"
+                )
+
+    def test_equal_digests_mean_equal_bits(self, tmp_path: Path) -> None:
+        """`describe`, where it gives digests: every tensor has one, and one bit more or less makes it another."""
+        stages, boxes, path = self.saved(tmp_path, step=1)
+        first = stages.checkpoint.describe(path)
+        if "tensors" not in first:
+            return
+        tensors = boxes["memory"].tensors
+        names = {f"memory/{key}/{extent.name}": tensor for (key, extent), tensor in tensors.items()}
+        assert set(first["tensors"]) == set(names), (
+            f"describe() names the tensors {sorted(first['tensors'])}; saved were {sorted(names)}"
+        )
+        for name, tensor in names.items():
+            size = first.get("tensor_bytes", {}).get(name, tensor.nbytes)
+            assert size == tensor.nbytes, f"describe() says {name} has {size} bytes; it has {tensor.nbytes}"
+        filled = [tensor.view(-1).view(torch.uint8) for tensor in tensors.values() if tensor.numel()]
+        for content in filled:
+            content[-1] ^= 1
+        stages.checkpoint.save(2, boxes)
+        stages.checkpoint.wait()
+        second = stages.checkpoint.describe(path.parent / checkpoint_name(2))["tensors"]
+        for name, tensor in names.items():
+            differs = second[name] != first["tensors"][name]
+            assert differs or not tensor.numel(), (
+                f"{name} has one bit other than before and the same digest in describe()"
+            )
+
     def test_a_save_can_be_repeated(self, tmp_path: Path) -> None:
         """Saving the same step again replaces it."""
         stages, boxes, path = self.saved(tmp_path)
@@ -339,19 +383,3 @@ class CheckpointConformance(PluginConformance):
         kind = isinstance(error, CheckpointError)
         assert kind, f"a save that fails must raise a CheckpointError, not {error!r}"
         assert stages.checkpoint.committed() == [], "a save that failed is told as committed"
-
-
-def halves(masters: Mapping[tuple[str, Extent], Tensor]) -> Box:
-    """A box that keeps fp32 masters split."""
-    high = {place: torch.empty(len(t), dtype=torch.bfloat16) for place, t in masters.items()}
-    low = {place: torch.empty(len(t), dtype=torch.int16) for place, t in masters.items()}
-    for place, master in masters.items():
-        split(master, high[place], low[place])
-    return Box({}, high, low=low)
-
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors hold the same bytes (NaN equals NaN, 0.0 is not -0.0)."""
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return torch.equal(*(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)))
