@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Seen:
     processes: int = 0
     saves: int = 0
     verified: int = 0
+    copied: int = 0  # chunks that an update copied because they were not written yet
     committed_at_return: bool = False
     summary: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
@@ -49,12 +51,22 @@ class Seen:
         return (self.folder / "run/log.txt").read_text()
 
     @property
+    def codecs(self) -> set[int]:
+        """How chunks are stored in the packs of the checkpoints."""
+        from trainforge_loongforge.vault.packs import read_index
+
+        packs = (self.folder / "run/checkpoints/packs").glob("*.pack")
+        return {entry.codec for pack in packs for entry in read_index(pack)}
+
+    @property
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "run/checkpoints").glob("step-*"))
 
 
-def probed(folder: Path, sections: dict[str, dict[str, Any]], rows: int = 12) -> Seen:
-    """Carry out a recipe in `folder` and watch."""
+def probed(
+    folder: Path, sections: dict[str, dict[str, Any]], rows: int = 12, plugins: Sequence[str] = ()
+) -> Seen:
+    """Carry out a recipe in `folder` with these plugins, and watch."""
     seen = Seen(folder)
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +74,7 @@ def probed(folder: Path, sections: dict[str, dict[str, Any]], rows: int = 12) ->
         _watch_model(patch, seen)
         _watch_checkpoints(patch, seen)
         try:
-            outcome = run(write_recipe(folder, rows, **sections), folder / "run")
+            outcome = run(write_recipe(folder, rows, **sections), folder / "run", plugins=plugins)
         except TrainForgeError as error:
             seen.error = str(error)
         else:
@@ -132,11 +144,13 @@ def _watch_model(patch: pytest.MonkeyPatch, seen: Seen) -> None:
 
 
 def _watch_checkpoints(patch: pytest.MonkeyPatch, seen: Seen) -> None:
+    from trainforge.toolbox.checkpointing.protocol import Save
+    from trainforge.toolbox.checkpointing.stage import FolderCheckpoint
+    from trainforge_loongforge.vault.snapshot import LivePiece
     from trainforge_plugins.dcp import manifest
-    from trainforge_plugins.dcp.checkpoint import DcpCheckpoint
-    from trainforge_plugins.dcp.saving import DcpSave as Save
 
-    save, write, verify_file = DcpCheckpoint.save, Save.run, manifest.verify_file
+    save, write, verify_file = FolderCheckpoint.save, Save.run, manifest.verify_file
+    copy = LivePiece.read_into
 
     def watched_save(self, step, parts):
         save(self, step, parts)
@@ -151,6 +165,11 @@ def _watch_checkpoints(patch: pytest.MonkeyPatch, seen: Seen) -> None:
         seen.verified += 1
         return verify_file(path, entry)
 
-    patch.setattr(DcpCheckpoint, "save", watched_save)
+    def watched_copy(self, out):
+        seen.copied += 1
+        copy(self, out)
+
+    patch.setattr(FolderCheckpoint, "save", watched_save)
     patch.setattr(Save, "run", slow_write)
     patch.setattr(manifest, "verify_file", watched_verify)
+    patch.setattr(LivePiece, "read_into", watched_copy)

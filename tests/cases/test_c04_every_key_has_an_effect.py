@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +21,13 @@ from tests.run.runs import MODEL, run, write_recipe
 import trainforge
 from trainforge.cli import main
 from trainforge.discovery import scan
-from trainforge.errors import ConfigError
+from trainforge.errors import CheckpointError, ConfigError
 from trainforge.plan_sizes import describe_model
 from trainforge.planning import make_plan
 from trainforge.sections import RunSection, TrainSection
 from trainforge.testing.bench import providers_of
+from trainforge_loongforge.vault.locking import locked
+from trainforge_loongforge.vault.packs import RAW, ZSTD
 
 ROOT = Path(__file__).resolve().parents[2]
 ANY = object()
@@ -40,6 +43,7 @@ class Effect:
     before: Any = ANY
     after: Any = ANY
     base: Sections = field(default_factory=dict)
+    plugins: tuple[str, ...] = ()
 
 
 def rates(seen: Seen) -> list[float]:
@@ -64,6 +68,7 @@ def text(**keys: Any) -> Sections:
 
 JSONL = "rows.jsonl"
 DIVERGES = train(lr=1e30, clip=None, warmup=0, schedule="constant", steps=8, max_bad_steps=2)
+VAULT = ("vault",)
 OFTEN = train(save_every="auto", steps=24)  # the first save after 20 steps, then what was measured
 # the base run: 4 steps of 2 rows of 32 tokens out of 12, two blocks, linear schedule with 3 steps of warm-up, lr 0.01
 EFFECTS = {
@@ -141,6 +146,12 @@ EFFECTS = {
     "text.cache": Effect("elsewhere", lambda s: (s.folder / "elsewhere").exists(), False, True),
     "dcp.background": Effect(False, lambda s: s.committed_at_return, False, True),
     "dcp.verify": Effect(False, lambda s: s.verified, 1, 0),
+    "vault.background": Effect(False, lambda s: s.committed_at_return, False, True, plugins=VAULT),
+    "vault.storage": Effect(
+        "posix", lambda s: re.findall("packs are written in mode (.+)", s.log), plugins=VAULT
+    ),
+    "vault.compress": Effect(True, lambda s: s.codecs, {RAW}, {RAW, ZSTD}, plugins=VAULT),
+    "vault.copies": Effect(0.0, lambda s: s.copied > 0, True, False, train(save_every=2), VAULT),
 }
 TESTED_ELSEWHERE = {
     "run.name": "tests/cases/test_c04_every_key_has_an_effect.py::test_the_name_is_that_of_the_folder",
@@ -182,6 +193,7 @@ TESTED_ELSEWHERE = {
     "cpu_adam.backend": "tests/cpu_adam/test_inputs.py::test_deepspeed_gets_fp32_slots_one_by_one",
     "cpu_adam.moments": "tests/cpu_adam/test_update.py::test_bf16_moments_are_rounded_to_the_nearest_even",
     "cpu_adam.threads": "tests/cpu_adam/test_threads.py::test_cores_are_shared_out",
+    "vault.timeout": "tests/cases/test_c04_every_key_has_an_effect.py::test_vault_waits_for_others_as_long_as_said",
     "dcp.timeout": "tests/dcp/test_ranks.py::test_a_rank_that_never_writes_ends_the_save_within_the_timeout",
 }
 
@@ -218,7 +230,7 @@ def test_the_tests_elsewhere_exist(key: str):
 _before: dict[str, Seen] = {}
 
 
-def carried_out(folder: Path, sections: Sections) -> Seen:
+def carried_out(folder: Path, sections: Sections, plugins: tuple[str, ...]) -> Seen:
     folder.mkdir()
     rows = [{"text": f"row {i} says {i * i}", "other": f"{i} is not {i + 1}"} for i in range(60)]
     (folder / JSONL).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -230,7 +242,7 @@ def carried_out(folder: Path, sections: Sections) -> Seen:
     for name in ("path", "cache"):
         if name in sections.get("text", {}):
             sections["text"][name] = str(folder / sections["text"][name])
-    return probed(folder, sections)
+    return probed(folder, sections, plugins=plugins)
 
 
 @pytest.mark.parametrize("key", EFFECTS)
@@ -238,11 +250,11 @@ def test_a_changed_key_changes_what_happens(tmp_path: Path, key: str):
     effect, (section, name) = EFFECTS[key], key.split(".")
     if key == "run.threads" and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
-    base = json.dumps(effect.base)
+    base = json.dumps([effect.base, effect.plugins])
     if base not in _before:
-        _before[base] = carried_out(tmp_path / "before", effect.base)
+        _before[base] = carried_out(tmp_path / "before", effect.base, effect.plugins)
     changed = effect.base | {section: effect.base.get(section, {}) | {name: effect.value}}
-    seen = carried_out(tmp_path / "after", changed)
+    seen = carried_out(tmp_path / "after", changed, effect.plugins)
     before, after = effect.look(_before[base]), effect.look(seen)
     assert before != after
     assert effect.before is ANY or before == effect.before
@@ -263,6 +275,19 @@ def test_a_device_is_taken_or_refused(tmp_path: Path):
     for device in ("cuda:7", "mps"):
         with pytest.raises(ConfigError, match=device):
             run(write_recipe(tmp_path, run={"device": device}), tmp_path / "other")
+
+
+def test_vault_waits_for_others_as_long_as_said(tmp_path: Path):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    for timeout, said in ((0.2, "200 ms"), (0.6, "600 ms")):
+        recipe = write_recipe(tmp_path, train={"steps": 1}, vault={"timeout": timeout})
+        began = time.monotonic()
+        with (
+            locked(tmp_path / "run/checkpoints", 0),
+            pytest.raises(CheckpointError, match=f"another process has been saving .* for {said}"),
+        ):
+            run(recipe, tmp_path / "run", plugins=VAULT)
+        assert time.monotonic() - began > timeout
 
 
 def test_experts_are_computed_as_said(tmp_path: Path):
