@@ -408,6 +408,21 @@ class TestDamage:
         with pytest.raises(CheckpointError, match=r"is in no pack of .*s1-r00000-000\.pack is damaged"):
             read(store_in(tmp_path / "packs"), ref)
 
+    def test_a_lost_pack_of_many_chunks_is_told_quickly(self, tmp_path, monkeypatch):
+        store = store_in(tmp_path / "packs")
+        refs = save(store, "s1", [number.to_bytes(8, "little") for number in range(3000)])
+        (tmp_path / "packs/s1-r00000-000.pack").unlink()
+        listed = [0]
+        real = Path.iterdir
+
+        def iterdir(path):
+            listed[0] += path == tmp_path / "packs"
+            return real(path)
+
+        monkeypatch.setattr(Path, "iterdir", iterdir)
+        assert set(store.verify(refs)) == set(refs)
+        assert listed[0] < 10
+
     def test_a_length_that_differs_is_refused(self, tmp_path):
         store = store_in(tmp_path / "packs")
         (ref,) = save(store, "s1", [content(1, 500)])

@@ -74,8 +74,16 @@ class Reader:
         for pack in packs & self._index.packs.keys():
             with contextlib.suppress(OSError):
                 forget_cached(self._index.folder / pack)  # what is asked for is what the disk holds
-        problems = self._spread(unique, lambda ref: ref, self._checked, threads)
-        return {ref: problem for ref, problem in problems if problem is not None}
+        problems = self._problems(unique, threads)
+        same = 0
+        while problems and same < _SAME:  # as in `_sought`, but the folder is listed once for all
+            same = 0 if self._index.refresh() else same + 1
+            problems = self._problems(list(problems), threads)
+        return problems
+
+    def _problems(self, refs: Sequence[Ref], threads: int) -> dict[Ref, str]:
+        checked = self._spread(refs, lambda ref: ref, self._checked, threads)
+        return {ref: problem for ref, problem in checked if problem is not None}
 
     def stored(self, place: Place) -> memoryview:
         """The stored bytes of a copy, checked; this thread's until it reads again.
@@ -110,18 +118,18 @@ class Reader:
     def _checked(self, ref: Ref) -> tuple[Ref, str | None]:
         if ref.length > CHUNK_BYTES:
             return ref, f"a chunk of {ref.length} bytes, and none is that long"
-        return ref, self._sought(ref, self._buffer("raw", ref.length), padding=True)
+        return ref, self._problem(ref, self._buffer("raw", ref.length), padding=True)
 
-    def _sought(self, ref: Ref, out: memoryview, *, padding: bool = False) -> str | None:
+    def _sought(self, ref: Ref, out: memoryview) -> str | None:
         """As `_problem`, and looks again where another process may have moved the chunk meanwhile.
 
         A folder that is listed while names come and go may show neither the old place nor the new one.
         """
-        problem = self._problem(ref, out, padding=padding)
+        problem = self._problem(ref, out)
         same = 0
         while problem is not None and same < _SAME:
             same = 0 if self._index.refresh() else same + 1
-            problem = self._problem(ref, out, padding=padding)
+            problem = self._problem(ref, out)
         return problem
 
     def _problem(self, ref: Ref, out: memoryview, *, padding: bool = False) -> str | None:
