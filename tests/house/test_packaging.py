@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.run.runs import run, write_recipe
+
+from trainforge.errors import TrainForgeError
+from trainforge.provider import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
@@ -21,6 +25,18 @@ PACKAGES = {
     "megatrain_plugins": "trainforge_megatrain",
 }
 FOLDERS = [".", *PACKAGES]
+HEAVY = [
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "safetensors",
+    "peft",
+    "deepspeed",
+    "pyarrow",
+    "zstandard",
+]
+HEAVY += ["blake3", "kvikio", "tensorboard"]
 SIBLING = re.compile(r"^trainforge(?:-\w+)?\b")
 
 
@@ -96,6 +112,35 @@ def test_importing_a_plugin_imports_nothing_heavy(name: str):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(entry_points()))
+def test_a_plugin_gives_its_provider_without_its_heavy_libraries(name: str):
+    module = entry_points()[name]
+    code = (
+        "import importlib, sys\n"
+        "from trainforge.provider import Section\n"
+        f"sys.modules |= dict.fromkeys({HEAVY})  # an import of any of these fails from now on\n"
+        f"module = importlib.import_module({module!r})\n"
+        f"hooks = [f'forge_{{stage}}' for stage in {[*STAGES, 'observer']}]\n"
+        "providers = [getattr(module, hook)() for hook in hooks if hasattr(module, hook)]\n"
+        "sys.exit(0 if providers and all(issubclass(p.config, Section) for p in providers) else 'no provider')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_vault_runs_without_its_extras_and_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for extra in ("kvikio", "zstandard"):
+        monkeypatch.setitem(sys.modules, extra, None)
+    recipe = write_recipe(tmp_path, train={"steps": 1})
+    assert run(recipe, tmp_path / "run", plugins=["vault"]).code == 0
+    for key, value, extra in (("compress", True, "zstd"), ("storage", "gds", "gds")):
+        recipe = write_recipe(tmp_path, train={"steps": 1}, vault={key: value})
+        with pytest.raises(TrainForgeError, match=re.escape(f"pip install 'trainforge-loongforge[{extra}]'")):
+            run(recipe, tmp_path / key, plugins=["vault"])
 
 
 @pytest.mark.slow
