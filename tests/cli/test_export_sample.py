@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.run.runs import write_recipe
 
 import trainforge
 from trainforge.cli import main
+from trainforge_plugins.dcp.checkpoint import DcpCheckpoint
 
 
 def forge(*arguments: object) -> Result:
@@ -138,7 +140,38 @@ def test_merging_a_step_is_exporting_it(run_dir: Path):
         assert Path("exported", name).read_bytes() == Path("merged", name).read_bytes()
 
 
-def test_without_digests_the_weights_of_two_steps_are_read_and_compared(run_dir: Path):
+def test_two_steps_are_compared_by_checksums_without_reading_them(run_dir: Path, tmp_path: Path):
+    copy = tmp_path / "copy"
+    shutil.copytree(run_dir, copy)
+    for data in copy.glob("checkpoints/*/*.safetensors"):
+        data.write_bytes(b"")
+    *names, total = forge("checkpoints", copy, "diff", 2, 3).stdout.splitlines()
+    for name in ("master/model.embed_tokens.weight", "exp_avg/model.norm.weight", "step/model.norm.weight"):
+        assert f"changed  memory/{name}" in names
+    assert total.startswith(f"step 2 to step 3: {len(names)} (")
+    assert total.endswith(") tensors changed, 0 are the same")
+    same = forge("checkpoints", copy, "diff", 3, 3).stdout.splitlines()
+    assert same[0].startswith("step 3 to step 3: 0 of ")
+    assert f" {len(names)} are the same" in same[0]
+
+
+def test_steps_that_are_cut_in_other_ways_are_compared_by_reading_the_weights(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real = DcpCheckpoint.describe
+
+    def described(self: DcpCheckpoint, path: Path) -> dict[str, Any]:
+        return {**real(self, path), "cuts": {"memory/master/model.embed_tokens.weight": path.name}}
+
+    monkeypatch.setattr(DcpCheckpoint, "describe", described)
+    *_, why = forge("checkpoints", run_dir, "diff", 2, 3).stdout.splitlines()
+    assert why.startswith("only the weights were compared, by reading them: steps 2 and 3 are not cut into")
+
+
+def test_without_digests_the_weights_of_two_steps_are_read_and_compared(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(DcpCheckpoint, "describe", lambda self, path: {})
     trained = forge("checkpoints", run_dir, "diff", 2, 3)
     assert trained.exit_code == 0, trained.output
     *names, total, why = trained.stdout.splitlines()

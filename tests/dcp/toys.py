@@ -73,9 +73,9 @@ def checkpoint(
     reads: bool = False,
     **section: Any,
 ) -> DcpCheckpoint:
-    """The stage as a run has it; with `reads` (or among ranks that are threads), as those have it who only read."""
+    """The stage as a run has it; with `reads`, as those have it who read or convert outside of one."""
     built: dict[str, Any] = {"comm": comm or Comm()}
-    if comm is None and not reads:
+    if not reads:
         built |= {"model": SimpleNamespace(parameters=()), "optimizer": None}
     ctx = make_context(
         run_dir=run_dir, rank=rank, world=world, plugin="dcp", keep=keep, built=built, device=device

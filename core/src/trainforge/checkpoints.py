@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from trainforge.stages import CheckpointInfo, is_checkpoint_name
 from trainforge.trust import may_have_come_along
 
 if TYPE_CHECKING:
-    from trainforge.context import Context
+    from trainforge.context import Console, Context
     from trainforge.stages import Checkpoint
 
 
@@ -161,7 +162,14 @@ def _info(step: int, path: Path) -> CheckpointInfo:
         )
     size = _size(path) if about["bytes"] is None else about["bytes"]
     return CheckpointInfo(
-        step, path, about["writer"], size, about["saved_at"], about["metrics"], about["finite"]
+        step,
+        path,
+        about["writer"],
+        size,
+        about["saved_at"],
+        about["metrics"],
+        about["finite"],
+        shares=about["bytes"] is not None,
     )
 
 
@@ -175,16 +183,24 @@ def open_reader(info: CheckpointInfo) -> Checkpoint:
     Raises:
         SelectionError: the plugin that wrote it is not installed.
     """
+    from trainforge.context import SilentConsole
+
+    run_dir = info.path.parent.parent
+    ctx = context_outside(run_dir, SilentConsole())
+    return build_reader(info.writer, writer_reference(run_dir, info.writer), ctx)
+
+
+def context_outside(run_dir: Path, console: Console) -> Context:
+    """What a checkpoint stage is built in outside a run: one process, comm alone, and no checkpoint to be deleted."""
     import torch
 
-    from trainforge.context import Batching, Context, SilentConsole
+    from trainforge.context import Batching, Context
     from trainforge.sections import RunSection, TrainSection
     from trainforge.stages import Comm
 
-    run_dir = info.path.parent.parent
-    ctx = Context(
+    return Context(
         run=RunSection(),
-        train=TrainSection(steps=1),
+        train=TrainSection(steps=1, keep=sys.maxsize),
         model_config=None,
         device=torch.device("cpu"),
         rank=0,
@@ -194,14 +210,13 @@ def open_reader(info: CheckpointInfo) -> Checkpoint:
         batching=Batching(1, 1, 1),
         run_dir=run_dir,
         cache_dir=run_dir,
-        console=SilentConsole(),
+        console=console,
         built={"comm": Comm()},
     )
-    return build_reader(info.writer, writer_reference(run_dir, info.writer), ctx)
 
 
 def build_reader(writer: str, reference: str, ctx: Context) -> Checkpoint:
-    """The checkpoint stage of another plugin than the chosen one, to read what it wrote.
+    """The checkpoint stage of another plugin than the chosen one, to read what it wrote; or to convert to it.
 
     Its configuration is the default one: it plays no part in reading.
 

@@ -29,6 +29,7 @@ class Description:
         new_bytes: what its save added to the disk, or None when nobody says.
         tensors: a digest of each tensor by `part/key/name`, or None when nobody says.
         tensor_bytes: the sizes of tensors, as far as they are known.
+        cuts: digests of a tensor can be compared where these are the same.
         problem: why the plugin could not be asked, or cannot tell.
     """
 
@@ -37,7 +38,14 @@ class Description:
     new_bytes: int | None = None
     tensors: Mapping[str, str] | None = None
     tensor_bytes: Mapping[str, int] = field(default_factory=dict)
+    cuts: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
+
+
+def describe_sizes(infos: Sequence[CheckpointInfo]) -> list[Description]:
+    """As `describe_checkpoints`, for sizes alone: no plugin is imported for one whose folder is all there is of it."""
+    asked = iter(describe_checkpoints([info for info in infos if info.shares]))
+    return [next(asked) if info.shares else Description(info, info.bytes) for info in infos]
 
 
 def describe_checkpoints(infos: Sequence[CheckpointInfo]) -> list[Description]:
@@ -58,7 +66,7 @@ def _describe(reader: Checkpoint, info: CheckpointInfo) -> Description:
         about = reader.describe(info.path)
     except CheckpointError as error:
         return Description(info, info.bytes, problem=str(error))
-    known = {name: about[name] for name in ("new_bytes", "tensors", "tensor_bytes") if name in about}
+    known = {key: about[key] for key in ("new_bytes", "tensors", "tensor_bytes", "cuts") if key in about}
     return Description(info, about.get("bytes", info.bytes), **known)
 
 
@@ -78,12 +86,26 @@ def comparable(
         CheckpointError: a checkpoint is damaged.
     """
     before, after = describe_checkpoints([a, b])
-    if a.writer == b.writer and before.tensors is not None and after.tensors is not None:
+    why = _incomparable(before, after)
+    if not why:
         return before, after, ""
-    silent = next((one.info.writer for one in (before, after) if one.tensors is None), None)
-    why = f"{silent} keeps no digests" if silent else f"{a.writer} and {b.writer} have not the same digests"
     before, after = (_with_weights_read(run_dir, one, console) for one in (before, after))
     return before, after, f"only the weights were compared, by reading them: {why}"
+
+
+def _incomparable(before: Description, after: Description) -> str:
+    """Why the digests of two checkpoints cannot be compared; nothing when they can."""
+    for one in (before, after):
+        if one.tensors is None:
+            return f"{one.info.writer} keeps no digests"
+    a, b = before.info, after.info
+    if a.writer != b.writer:
+        return f"{a.writer} and {b.writer} have not the same digests"
+    if any(before.cuts[name] != after.cuts[name] for name in before.cuts.keys() & after.cuts.keys()):
+        return (
+            f"steps {a.step} and {b.step} are not cut into the same pieces, as with another number of ranks"
+        )
+    return ""
 
 
 def _with_weights_read(run_dir: Path, about: Description, console: Console) -> Description:

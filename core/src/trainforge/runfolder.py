@@ -8,7 +8,7 @@ import fnmatch
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -190,6 +190,33 @@ class RunFolder:
         self.path.rename(target)
         self._take()
         return target
+
+
+@contextlib.contextmanager
+def held_apart(path: Path) -> Iterator[None]:
+    """Keep runs out of a run's folder for a while.
+
+    A folder without a lock file, as a copy of checkpoints alone, is no run's: there is nothing to hold.
+
+    Raises:
+        UserError: a run is using it, or it cannot be locked.
+    """
+    file = path / ".lock"
+    if not file.exists():
+        yield
+        return
+    try:
+        lock = file.open("r+")
+    except OSError as error:
+        raise UserError(f"{file} cannot be opened ({error.strerror}): see its permissions") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                raise UserError(f"{file} cannot be locked ({error.strerror})") from error
+            raise UserError(f"a run is using {path}: wait for it, or stop it first") from None
+        yield
 
 
 def flatten(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

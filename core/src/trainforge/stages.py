@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainforge.errors import UserError
+from trainforge.errors import CheckpointError, UserError
 from trainforge.values import (
     IGNORED,
     Batch,
     CheckpointInfo,
     Extent,
     FlatBuffer,
+    LazyTensor,
     NamedTensor,
     ParameterSpec,
     Part,
@@ -47,6 +48,7 @@ __all__ = [
     "Data",
     "Extent",
     "FlatBuffer",
+    "LazyTensor",
     "Memory",
     "ModelSpec",
     "NamedTensor",
@@ -382,6 +384,10 @@ class Checkpoint(Stage, ABC):
     `metrics` (of `retention.measured`), `finite` (false when a tensor of key `master` is not); and `bytes`, the size of
     its data, when that is not the size of the folder. After a save, what `retention.retention` names goes. A folder has
     its final name, given by rename, only once all of it is on disk.
+
+    Outside a run the stage is built with comm alone, without model and optimizer: to read, and to save once (`forge
+    checkpoints RUN convert`). Then it cleans nothing up when it starts, deletes no other checkpoint, and reads what it
+    saves piece by piece, while `save` or `wait` waits: the parts may be larger than RAM (`LazyTensor`).
     """
 
     @abstractmethod
@@ -421,7 +427,7 @@ class Checkpoint(Stage, ABC):
         """Delete these checkpoints, all of one folder, and give the bytes freed: `forge checkpoints RUN prune`.
 
         Who shares data between steps overrides it: what a checkpoint that stays needs must stay, also when this is
-        killed in the middle, and while a run saves there.
+        killed in the middle, and while a run saves there. Without paths it gives back what no checkpoint needs.
         """
         from trainforge.checkpoints import remove_folder
 
@@ -432,6 +438,21 @@ class Checkpoint(Stage, ABC):
 
         Any of these keys: `bytes` (int: its size if it lay there alone), `new_bytes` (int: what its save added to the
         disk), `tensors` (a digest, as text, of each tensor's content by its name `part/key/name`), `tensor_bytes` (the
-        size of each by the same names).
+        size of each by the same names), `cuts` (text by the same names: digests of a tensor are compared only where
+        these are the same, for who has digests of pieces only). `list` asks only where checkpoint.json has `bytes`.
         """
         return {}
+
+    def contents(self, path: Path) -> Mapping[str, PartState]:
+        """All that the checkpoint at `path` holds: each part's version and data, and every tensor, whole.
+
+        The tensors are `LazyTensor`s: nothing of them is loaded before it is read, and what is read is verified, on
+        whatever thread. For `forge checkpoints RUN convert`.
+
+        Raises:
+            CheckpointError: this plugin cannot tell, or the checkpoint is damaged.
+        """
+        raise CheckpointError(
+            f"{type(self).__name__}, which wrote {path}, cannot say all that a checkpoint holds: resume it with "
+            "another checkpoint plugin, whose next save is then written there"
+        )

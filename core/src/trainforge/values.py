@@ -277,6 +277,27 @@ class NamedTensor:
             split(values.to(target.device, torch.float32), target, self.low[start:stop])
 
 
+@dataclass(frozen=True, kw_only=True)
+class LazyTensor(NamedTensor):
+    """A tensor that is not in memory: whoever reads elements has them loaded. It cannot be written to.
+
+    `tensor` has its dtype and its number of elements, and lies on the meta device.
+
+    Attributes:
+        load: `load(start, out)` fills `out`, as `read` does.
+    """
+
+    load: Callable[[int, Tensor], None]
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Load `len(out)` elements from `start` into `out` (1-D, of `dtype`, on the CPU)."""
+        self.load(start, out)
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Refused."""
+        raise TypeError(f"{self.key} of {self.extent.name} can only be read")
+
+
 @dataclass(frozen=True)
 class CheckpointInfo:
     """A committed checkpoint.
@@ -287,6 +308,7 @@ class CheckpointInfo:
         saved_at: Unix seconds.
         metrics: what was measured at its step (`retention.measured`).
         finite: whether all masters are; one whose masters are not is neither resumed from nor counted.
+        shares: whether its data lies elsewhere, perhaps together with that of others (`bytes` in checkpoint.json).
     """
 
     step: int
@@ -296,6 +318,7 @@ class CheckpointInfo:
     saved_at: float
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
     finite: bool = True
+    shares: bool = False
 
 
 class Tokenizer(Protocol):

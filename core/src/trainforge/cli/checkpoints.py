@@ -17,14 +17,16 @@ if TYPE_CHECKING:
     from trainforge.describing import Description
     from trainforge.stages import CheckpointInfo
 
+_ACTIONS = ["list", "verify", "prune", "diff", "merge", "convert"]
 _MORE = {"diff": "two steps: diff 10 20", "merge": "a step and a folder: merge 20 OUT"}
 
 
 @click.command()
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.argument("action", type=click.Choice(["list", "verify", "prune", "diff", "merge"]), default="list")
+@click.argument("action", type=click.Choice(_ACTIONS), default="list")
 @click.argument("more", metavar="[A B | STEP OUT]", nargs=-1)
-@click.option("--step", type=click.IntRange(min=0), help="verify: only the checkpoint of this step.")
+@click.option("--step", type=click.IntRange(min=0), help="verify, convert: the checkpoint of this step.")
+@click.option("--to", metavar="PLUGIN", help="convert: the checkpoint plugin that is to write it.")
 @click.option(
     "--keep",
     type=click.IntRange(min=1),
@@ -41,6 +43,7 @@ def checkpoints(
     action: str,
     more: tuple[str, ...],
     step: int | None,
+    to: str | None,
     keep: int,
     dry_run: bool,
 ) -> None:
@@ -52,11 +55,15 @@ def checkpoints(
     run's recipe keep, once the newest is found sound. diff A B says which tensors changed from step A to step B
     (only of the weights, which are read, where the plugin keeps no digests).
     merge STEP OUT writes the model of that step into the folder OUT: forge export, which has more options.
+    convert --to PLUGIN writes the newest usable checkpoint (or that of --step) again with another checkpoint plugin, in
+    the place of the old one; no other is deleted.
     """
     from trainforge.checkpoints import checkpoints_folder, kept_by_recipe, list_checkpoints
 
     if len(more) != (2 if action in _MORE else 0):
         raise click.UsageError(f"{action} takes {_MORE.get(action, 'nothing but options')}")
+    if (to is None) == (action == "convert"):
+        raise click.UsageError("convert and --to belong together: convert --to PLUGIN")
     folder = checkpoints_folder(run_dir)
     found = list_checkpoints(folder)
     if not found:
@@ -69,6 +76,8 @@ def checkpoints(
         _diff(run_dir, *(_of_step(found, _step(text)) for text in more))
     elif action == "merge":
         ctx.invoke(export, run_dir=run_dir, out=Path(more[1]), step=_step(more[0]))
+    elif to is not None:
+        _convert(run_dir, step, to)
     else:
         _prune(found, keep, *kept_by_recipe(folder), dry_run=dry_run)
 
@@ -91,11 +100,11 @@ def _list(found: list[CheckpointInfo]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from trainforge.describing import describe_checkpoints
+    from trainforge.describing import describe_sizes
     from trainforge.retention import best_of
     from trainforge.units import format_bytes
 
-    best, about = best_of(found, "eval_loss"), describe_checkpoints(found)
+    best, about = best_of(found, "eval_loss"), describe_sizes(found)
     shared = any(one.new_bytes is not None for one in about)
     more = ("new", "ratio") if shared else ()
     table = Table("step", "size", *more, "writer", "saved", "eval loss", "", box=None, pad_edge=False)
@@ -148,6 +157,17 @@ def _diff(run_dir: Path, a: CheckpointInfo, b: CheckpointInfo) -> None:
         click.echo(left_out)
     if after.new_bytes is not None:
         click.echo(f"the save of step {b.step} added {format_bytes(after.new_bytes)} to the disk")
+
+
+def _convert(run_dir: Path, step: int | None, to: str) -> None:
+    from trainforge.console import TerminalConsole
+    from trainforge.converting import convert_checkpoint
+    from trainforge.stored_run import choose_checkpoint
+    from trainforge.units import format_bytes
+
+    old = choose_checkpoint(run_dir, step)
+    new = convert_checkpoint(old, to, TerminalConsole())
+    click.echo(f"step {new.step} is now a checkpoint of {new.writer} ({format_bytes(new.bytes)}): {new.path}")
 
 
 def _verify(chosen: list[CheckpointInfo]) -> None:

@@ -12,7 +12,7 @@ import xxhash
 
 from trainforge.checkpoints import remove_folder
 from trainforge.errors import CheckpointError
-from trainforge.stages import Slot, is_checkpoint_name
+from trainforge.stages import Extent, NamedTensor, Slot, is_checkpoint_name
 from trainforge.toolbox.checkpointing.documents import NAME, read_sealed
 from trainforge.toolbox.checkpointing.layout import Chunk, Held
 from trainforge.toolbox.checkpointing.protocol import Save, SaveFacts
@@ -55,7 +55,8 @@ class VaultCheckpoint(FolderCheckpoint):
         self._addresses: dict[tuple[Path, int], frozenset[bytes]] = {}
         super().__init__(ctx, background=config.background, timeout=config.timeout)
         self._reserving: threading.Thread | None = None
-        if not self._only_reads:
+        self._names: set[str] = set()
+        if self._in_run:
             self._names = {spec.name for spec in ctx.model.parameters if spec.trainable}
             self._begin(ctx)
 
@@ -152,6 +153,17 @@ class VaultCheckpoint(FolderCheckpoint):
             problems = self.verify(path)
             raise CheckpointError(problems[0] if problems else f"{path}: {error}") from error
 
+    def _load_range(
+        self, path: Path, stored: Any, tensor: str, entry: Any, start: int, out: torch.Tensor
+    ) -> None:
+        extent = Extent(entry.name, entry.shape, start, len(out))
+        held = Held(start, len(out), NamedTensor(entry.key, extent, out))
+        try:
+            self._store.read_many(targets({tensor: entry}, {tensor: [held]}))
+        except CheckpointError as error:
+            problems = self.verify(path)
+            raise CheckpointError(problems[0] if problems else f"{path}: {error}") from error
+
     def verify(self, path: Path) -> list[str]:
         """Read every chunk of the checkpoint from the disk; a sentence for each that is damaged or missing."""
         try:
@@ -172,6 +184,10 @@ class VaultCheckpoint(FolderCheckpoint):
                 label: xxhash.xxh3_128_hexdigest(b"".join(ref.address for _, ref in entry.refs))
                 for label, entry in document.tensors()
             },
+            "cuts": {
+                label: ",".join(str(length) for length, _, _ in entry.chunks)
+                for label, entry in document.tensors()
+            },
             "tensor_bytes": {label: entry.bytes for label, entry in document.tensors()},
         }
 
@@ -179,9 +195,7 @@ class VaultCheckpoint(FolderCheckpoint):
 
     def remove(self, paths: Sequence[Path]) -> int:
         """Delete checkpoints, and the chunks that none of those that stay has."""
-        if not paths:
-            return 0
-        with locked(paths[0].parent, _PATIENCE_S):
+        with locked(self._folder, _PATIENCE_S):
             freed = sum(remove_folder(path) for path in paths)
             return freed + self._collect()
 

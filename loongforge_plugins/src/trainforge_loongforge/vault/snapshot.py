@@ -98,7 +98,7 @@ class LivePiece:
         """Copy its bytes; complete when this returns."""
         start = self.chunk.offset - self.held.offset
         self.held.named.read(start, out.view(getattr(torch, self.chunk.dtype)))
-        if self.held.named.tensor.device.type != "cpu":
+        if self.held.named.tensor.device.type not in ("cpu", "meta"):  # meta: it was read from a checkpoint
             torch.accelerator.synchronize(self.held.named.tensor.device)
 
     def _as_it_lies(self) -> Tensor | None:
@@ -208,9 +208,7 @@ class Snapshot:
         began = time.perf_counter()
         for piece in pieces:
             if self._may_copy(piece):
-                buffer = self.buffers.take()
-                piece.read_into(buffer[: piece.nbytes])
-                self._keep(piece, buffer)
+                self._copy(piece)
         with self._changed:
             if not self._changed.wait_for(
                 lambda: all(piece.copy is not None or piece.state is _DONE for piece in pieces), _STUCK_S
@@ -230,17 +228,31 @@ class Snapshot:
             self._copies += 1
             return True
 
-    def _keep(self, piece: LivePiece, buffer: Tensor) -> None:
-        with self._changed:
-            piece.copy, piece.state = buffer, _COPIED
-            self._changed.notify_all()
+    def _copy(self, piece: LivePiece) -> None:
+        """Copy a chunk that is claimed for it; where that fails, it is as if nobody had tried."""
+        buffer, state = None, _WAITING
+        try:
+            buffer = self.buffers.take()
+            piece.read_into(buffer[: piece.nbytes])
+            state = _COPIED
+        finally:
+            with self._changed:
+                if state is _COPIED:
+                    piece.copy = buffer
+                else:
+                    self._copies -= 1
+                piece.state = state
+                self._changed.notify_all()
 
 
 def _is_finite(values: Tensor, chunk: Chunk) -> bool:
     """Whether a chunk of a master is; all others pass."""
     if split_name(chunk.tensor)[1] != "master":
         return True
-    return bool(torch.isfinite(values.view(getattr(torch, chunk.dtype))).all())
+    masters = values.view(getattr(torch, chunk.dtype))
+    if masters.is_floating_point() and masters.itemsize == 1:
+        masters = masters.float()  # fp8 is not asked itself
+    return bool(torch.isfinite(masters).all())
 
 
 def _bytes_of(values: Tensor) -> memoryview:

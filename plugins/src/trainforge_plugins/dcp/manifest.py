@@ -22,6 +22,7 @@ torch.distributed.checkpoint, with this metadata.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainforge.errors import CheckpointError
 from trainforge.toolbox.checkpointing.documents import NAME, read_sealed, write_sealed
+from trainforge.toolbox.checkpointing.dtypes import ITEM_BYTES
 from trainforge_plugins.dcp import soundness
 
 FORMAT = 1
@@ -136,6 +138,27 @@ def read_manifest(folder: Path) -> Manifest:
     if problem is not None:
         raise CheckpointError(f"{path} cannot be used: {problem}")
     return manifest
+
+
+def describe(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """What checksums tell of each tensor (see `Checkpoint.describe`): they are those of spans, so cuts count."""
+    entries = {
+        f"{part}/{tensor.key}/{tensor.name}": tensor
+        for part, stored in manifest.parts.items()
+        for tensor in stored.tensors
+    }
+    return {
+        "tensors": {
+            name: xxhash.xxh3_128_hexdigest(
+                " ".join([entry.dtype, *map(str, entry.shape), *(s.xxh3_128 for s in entry.spans)]).encode()
+            )
+            for name, entry in entries.items()
+        },
+        "cuts": {name: ",".join(str(span.length) for span in entry.spans) for name, entry in entries.items()},
+        "tensor_bytes": {
+            name: math.prod(entry.shape) * ITEM_BYTES[entry.dtype] for name, entry in entries.items()
+        },
+    }
 
 
 def verify(folder: Path) -> list[str]:

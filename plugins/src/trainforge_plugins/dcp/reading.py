@@ -31,7 +31,7 @@ from torch.futures import Future
 from trainforge.errors import CheckpointError
 from trainforge.stages import NamedTensor
 from trainforge.toolbox.checkpointing.layout import Held
-from trainforge_plugins.dcp.manifest import Manifest, Span, check_size, read_manifest
+from trainforge_plugins.dcp.manifest import Manifest, Span, TensorEntry, check_size, read_manifest
 from trainforge_plugins.dcp.storage import unwrapped
 
 
@@ -43,6 +43,31 @@ def load_spans(folder: Path, manifest: Manifest, wanted: Mapping[str, Sequence[H
     """
     reader = CheckpointReader(folder, manifest, wanted)
     unwrapped(lambda: load({}, storage_reader=reader, planner=HeldLoadPlanner(wanted), no_dist=True))
+
+
+def load_range(
+    folder: Path, manifest: Manifest, tensor: str, entry: TensorEntry, start: int, out: Tensor
+) -> None:
+    """Fill `out` with elements from `start` of a stored tensor, without DCP: one span at a time, verified.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; names it.
+    """
+    offsets, stop = [span.offset for span in entry.spans], start + len(out)
+    for span in entry.spans[max(0, bisect_right(offsets, start) - 1) : bisect_left(offsets, stop)]:
+        path = folder / span.file
+        problem = check_size(path, manifest.files[span.file])
+        if problem is not None:
+            raise CheckpointError(problem)
+        try:
+            with path.open("rb", buffering=0) as file:
+                count = span.length * out.element_size()
+                data = _checked_bytes(file, span.at, count, span.xxh3_128, f"{path} is damaged in {tensor}")
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        begin, end = max(span.offset, start), min(span.offset + span.length, stop)
+        values = torch.frombuffer(data, dtype=out.dtype)
+        out[begin - start : end - start].copy_(values[begin - span.offset : end - span.offset])
 
 
 class HeldLoadPlanner(LoadPlanner):

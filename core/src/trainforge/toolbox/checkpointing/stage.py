@@ -16,16 +16,19 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import torch
 import xxhash
 from torch import Tensor
 
 from trainforge.errors import CheckpointError
 from trainforge.retention import measured
-from trainforge.stages import Checkpoint, CheckpointInfo, Comm, Part, PartState
+from trainforge.stages import Checkpoint, CheckpointInfo, Comm, Extent, LazyTensor, Part, PartState
 from trainforge.toolbox.checkpointing import folders, room
+from trainforge.toolbox.checkpointing.contents import Chunkwise
 from trainforge.toolbox.checkpointing.documents import NAME
 from trainforge.toolbox.checkpointing.layout import (
     Chunk,
@@ -122,15 +125,17 @@ class FolderCheckpoint(Checkpoint):
         chunk_bytes: the largest piece of a tensor that is written as one.
 
     Args:
-        ctx: of the run, or of somebody who only reads (without model and optimizer).
-        background: write while training goes on; "auto" where there is RAM for a snapshot.
+        ctx: of the run, or of somebody outside one (without model and optimizer), who reads or converts.
+        background: write while training goes on; "auto" where there is RAM for a snapshot. Outside a run: no.
         timeout: longest wait for another rank, in seconds.
     """
 
     chunk_bytes: int
 
     def __init__(self, ctx: Context, *, background: bool | Literal["auto"], timeout: float) -> None:
-        self._background, self._timeout = background, timeout
+        self._in_run = {"model", "optimizer"} <= ctx.built.keys()
+        self._background: bool | Literal["auto"] = background if self._in_run else False
+        self._timeout = timeout
         self._plugin, self._train = ctx.plugin, ctx.train
         self._rank, self._world = ctx.rank, ctx.world
         self._comm: Comm = ctx.built.get("comm") or Comm()
@@ -146,8 +151,7 @@ class FolderCheckpoint(Checkpoint):
         self._closing = threading.Event()
         self._told_wait_s = _SLOW_S / 2
         self._stored: tuple[tuple[Path, int, int, int], Stored] | None = None
-        self._only_reads = not {"model", "optimizer"} <= ctx.built.keys()
-        if not self._only_reads:  # who only reads writes nothing: another process may be saving there
+        if self._in_run:  # else another process may be saving there, or only one checkpoint is to be replaced
             self._clean(ctx)
             self._check_room(ctx)
 
@@ -164,6 +168,12 @@ class FolderCheckpoint(Checkpoint):
     @abstractmethod
     def _load(self, path: Path, stored: Stored, wanted: Mapping[str, Sequence[Held]]) -> None:
         """Fill the wanted tensors in place; every byte is verified before it counts."""
+
+    @abstractmethod
+    def _load_range(
+        self, path: Path, stored: Stored, tensor: str, entry: StoredTensor, start: int, out: Tensor
+    ) -> None:
+        """Fill `out` (1-D, on the CPU) with elements from `start` of `tensor` (`part/key/name`), verified."""
 
     def _lock(self) -> list[int]:
         """What rank 0 locks for a save, beside its temporary folder: file descriptors, closed when it has ended."""
@@ -233,6 +243,25 @@ class FolderCheckpoint(Checkpoint):
         self._sound.add(path.resolve())
         for name, part in parts.items():
             part.load(stored.parts[name].version, stored.parts[name].data)
+
+    def contents(self, path: Path) -> Mapping[str, PartState]:
+        """All that the checkpoint at `path` holds; of its tensors, two chunks at most are in memory at a time."""
+        stored, chunkwise = self._read(path), Chunkwise(self.chunk_bytes)
+
+        def lazily(part: str, entry: StoredTensor) -> LazyTensor:
+            tensor, elements = f"{part}/{entry.key}/{entry.name}", math.prod(entry.shape)
+            load = partial(self._load_range, path, stored, tensor, entry)
+            return LazyTensor(
+                entry.key,
+                Extent(entry.name, entry.shape, 0, elements),
+                torch.empty(elements, dtype=getattr(torch, entry.dtype), device="meta"),
+                load=partial(chunkwise.read, tensor, elements, load),
+            )
+
+        return {
+            name: PartState(part.version, part.data, tuple(lazily(name, entry) for entry in part.tensors))
+            for name, part in stored.parts.items()
+        }
 
     def metrics(self) -> dict[str, float]:
         """Of the last save: how long training was blocked, how long until it was durable, its size."""
@@ -380,7 +409,7 @@ class FolderCheckpoint(Checkpoint):
             self._metrics |= {"durable_ms": (time.perf_counter() - began) * 1000, "bytes": float(info.bytes)}
             self._sound.add(info.path.resolve())
             self._committed.append(info)
-            if self._rank == 0:
+            if self._rank == 0 and self._in_run:
                 self._prune(info.path)
         except OSError as error:
             self._error = room.disk_error(error, self._folder, save.facts.bytes)
