@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import random
-import shutil
 import subprocess
 import sys
 import threading
@@ -16,11 +15,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.crash_fs import Recorder, crashes, write_tree
-from tests.vault.store_toys import PlainSink, Toy, content, packs_in, read, ref_of, save, store_in
+from tests.vault.store_toys import (
+    PlainSink,
+    Toy,
+    content,
+    packs_in,
+    read,
+    ref_of,
+    save,
+    store_in,
+)
 
 from trainforge.errors import CheckpointError
-from trainforge_loongforge.vault import packs
 from trainforge_loongforge.vault.hashing import Ref
 from trainforge_loongforge.vault.packs import PackWriter, read_index
 from trainforge_loongforge.vault.store import Store
@@ -163,71 +169,6 @@ def _collect_and_be_killed(folder: Path, live: list[bytes], kill_at: int) -> Non
             patch.setattr(owner, name, until_then(getattr(owner, name)))
         with contextlib.suppress(Killed):
             store_in(folder, threads=1).collect(live)
-
-
-def test_power_cuts_at_every_moment_of_a_collection(tmp_path, monkeypatch):
-    recorder = Recorder(tmp_path / "run")
-    folder = recorder.root / "packs"
-    folder.mkdir(parents=True)
-    (folder / ".tmp-killed-r00000-000.pack").write_bytes(b"left")
-    refs = [save(store_in(folder), f"s{at}", [content(10 * at + k, 70) for k in range(4)]) for at in range(4)]
-    live = [*refs[0][:1], *refs[1][:1], *refs[2], refs[3][0]]
-    recorder = Recorder(recorder.root)
-    begun = len(recorder.log)
-    monkeypatch.setattr(packs, "PACK_BYTES", 250)  # so that old packs go between new ones
-    with monkeypatch.context() as patch:
-        recorder.install(patch)
-        done = store_in(folder, threads=1).collect(addresses(*live))
-    assert len(done.deleted) == 3
-    truth = {ref: content(10 * at + k, 70) for at, row in enumerate(refs) for k, ref in enumerate(row)}
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the real disk is not asked any more
-    count = 0
-    for length, tree in crashes(recorder.log, random.Random(0)):
-        if length < begun:
-            continue
-        place = tmp_path / "after"
-        shutil.rmtree(place, ignore_errors=True)
-        write_tree(tree, place)
-        store = store_in(place / "packs", threads=1)
-        assert store.damaged == {}
-        assert [read(store, ref) for ref in live] == [truth[ref] for ref in live]
-        again = store.collect(addresses(*live))
-        assert (again.missing, again.damaged) == (frozenset(), {})
-        assert [read(store, ref) for ref in live] == [truth[ref] for ref in live]
-        assert not list((place / "packs").glob(".tmp-*"))
-        count += 1
-    assert count > 300
-
-
-def test_a_kill_before_the_folder_is_synced_and_then_a_power_cut(tmp_path, monkeypatch):
-    """The next collection sees copies whose name is not on the disk yet, and deletes the pack they came from."""
-    recorder = Recorder(tmp_path / "run")
-    folder = recorder.root / "packs"
-    folder.mkdir(parents=True)
-    refs = save(store_in(folder), "s", KIB[:10])
-    recorder = Recorder(recorder.root)
-    begun = len(recorder.log)
-    with monkeypatch.context() as patch:
-        recorder.install(patch)
-        with monkeypatch.context() as killing:
-            killing.setattr(packs, "fsync_folder", dying)
-            killing.setattr(PackWriter, "abandon", dying)
-            killing.setattr(PackWriter, "_remove", dying)
-            with pytest.raises(Killed):
-                store_in(folder).collect(addresses(*refs[:2]))
-        assert len(packs_in(folder)) == 2
-        store_in(folder).collect(addresses(*refs[:2]))
-        assert len(packs_in(folder)) == 1
-    for length, tree in crashes(recorder.log, random.Random(0)):
-        if length >= begun:
-            place = tmp_path / "after"
-            shutil.rmtree(place, ignore_errors=True)
-            write_tree(tree, place)
-            assert store_in(place / "packs").verify(refs[:2]) == {}
-
-
-def dying(*arguments: object) -> None:
-    raise Killed
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
