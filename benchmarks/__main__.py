@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-CPU = ("startup", "core_overhead", "tokenise", "host_update", "stream_cpu")
+CPU = ("startup", "core_overhead", "tokenise", "host_update", "stream_cpu", "checkpoint")
 GPU = ("resident_gpu", "stream_gpu")
 BY_NAME = ("crash", "peer_deepspeed")  # only when asked for: no figures; needs DeepSpeed
 
