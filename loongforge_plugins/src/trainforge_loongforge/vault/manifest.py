@@ -103,7 +103,7 @@ class Manifest(_Record):
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `checkpoint.json` and bring it to the disk."""
-    write_sealed(folder / NAME, manifest.model_dump(mode="json"))
+    write_sealed(folder / NAME, manifest.model_dump())  # mode="json" would make null of infinity
 
 
 def read_manifest(folder: Path) -> Manifest:

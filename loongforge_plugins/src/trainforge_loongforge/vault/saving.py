@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from trainforge.errors import CheckpointError
 from trainforge.stages import CheckpointInfo
-from trainforge.toolbox.checkpointing.documents import NAME
+from trainforge.toolbox.checkpointing.documents import NAME, canonical
 from trainforge.toolbox.checkpointing.layout import Chunk, split_name
 from trainforge.toolbox.checkpointing.protocol import RankRecord, Save, SaveFacts
 from trainforge_loongforge.vault import manifest
@@ -58,7 +58,10 @@ class VaultSave(Save):
         """Write `checkpoint.json` and read it back."""
         document = self._manifest(records)
         manifest.write_manifest(self.facts.temporary, document)
-        if manifest.read_manifest(self.facts.temporary) != document:
+        back = manifest.read_manifest(self.facts.temporary)
+        if canonical(back.model_dump()) != canonical(
+            document.model_dump()
+        ):  # as text: NaN is not equal to itself
             raise CheckpointError(f"{self.facts.temporary / NAME} does not read back as it was written")
 
     def committed(self) -> CheckpointInfo:

@@ -229,20 +229,23 @@ class Snapshot:
             return True
 
     def _copy(self, piece: LivePiece) -> None:
-        """Copy a chunk that is claimed for it; where that fails, it is as if nobody had tried."""
-        buffer, state = None, _WAITING
+        """Copy a chunk that was claimed for it. Where that fails, it is as if nobody had tried."""
+        buffer, whole = None, False
         try:
             buffer = self.buffers.take()
             piece.read_into(buffer[: piece.nbytes])
-            state = _COPIED
+            whole = True
         finally:
             with self._changed:
-                if state is _COPIED:
-                    piece.copy = buffer
-                else:
-                    self._copies -= 1
-                piece.state = state
+                kept = whole and piece.state is _COPYING  # else the save has ended meanwhile
+                if kept:
+                    piece.copy, piece.state = buffer, _COPIED
+                elif piece.state is _COPYING:
+                    piece.state = _WAITING
+                self._copies -= not kept
                 self._changed.notify_all()
+            if buffer is not None and not kept:
+                self.buffers.give_back(buffer)
 
 
 def _is_finite(values: Tensor, chunk: Chunk) -> bool:
