@@ -20,6 +20,7 @@ from trainforge.discovery import load_provider
 from trainforge.errors import CheckpointError, ConfigError, UserError
 from trainforge.stages import CheckpointInfo, is_checkpoint_name
 from trainforge.trust import may_have_come_along
+from trainforge.values import REPLACED
 
 if TYPE_CHECKING:
     from trainforge.context import Console, Context
@@ -48,6 +49,18 @@ def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
         return []
     found = [(step, path) for path in folder.iterdir() if (step := is_checkpoint_name(path.name)) is not None]
     return [_info(step, path) for step, path in sorted(found) if path.is_dir()]
+
+
+def bring_back(folder: Path) -> None:
+    """Give checkpoints their names back that were making way for others when their writer was killed.
+
+    Nobody may be saving there: the caller holds the run's lock.
+    """
+    for path in sorted(folder.glob(f"{REPLACED}*")):
+        final = path.with_name(path.name.removeprefix(REPLACED))
+        if is_checkpoint_name(final.name) is not None and not final.exists():
+            path.rename(final)
+            _fsync(folder)
 
 
 def verify_checkpoint(info: CheckpointInfo) -> list[str]:
@@ -83,13 +96,18 @@ def remove_folder(path: Path) -> int:
         shutil.rmtree(aside)
     size = _size(path)
     path.rename(aside)
-    above = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(above)
-    finally:
-        os.close(above)
+    _fsync(path.parent)
     shutil.rmtree(aside)
     return size
+
+
+def _fsync(folder: Path) -> None:
+    """Bring the folder's list of names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

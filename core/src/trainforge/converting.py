@@ -7,42 +7,60 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainforge.blame import blaming
-from trainforge.checkpoints import build_reader, context_outside, list_checkpoints, open_reader
+from trainforge.checkpoints import (
+    bring_back,
+    build_reader,
+    checkpoints_folder,
+    context_outside,
+    list_checkpoints,
+    open_reader,
+)
 from trainforge.discovery import scan
 from trainforge.errors import CheckpointError, UserError
 from trainforge.runfolder import held_apart
 from trainforge.stages import LazyTensor, NamedTensor, PartState
+from trainforge.stored_run import choose_checkpoint
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from trainforge.context import Console, Task
     from trainforge.stages import CheckpointInfo
 
 
-def convert_checkpoint(info: CheckpointInfo, to: str, console: Console) -> CheckpointInfo:
-    """Write a checkpoint again with the plugin `to`, in the place of the one that there is.
+def convert_checkpoint(run_dir: Path, step: int | None, to: str, console: Console) -> CheckpointInfo:
+    """Write a checkpoint of a run again with the plugin `to`, in the place of the one that there is.
 
     Every byte is verified as it is read; RAM holds a few chunks at a time. Killed at any moment, or out of disk, it
     leaves the old checkpoint or the new one. No other checkpoint changes.
 
     Args:
+        step: None takes the newest with finite weights.
         to: an installed checkpoint plugin's name, or its file.
 
     Returns:
         The new checkpoint.
 
     Raises:
-        UserError: a run is using the folder, or the plugin has written this checkpoint itself.
+        UserError: a run is using the folder, there is no such checkpoint, or `to` has written it itself.
         SelectionError: this plugin, or the one that wrote the checkpoint, is not installed.
         CheckpointError: the checkpoint is damaged, or the new one cannot be written.
     """
-    writer = scan().find(to).name
-    if writer == info.writer:
-        raise UserError(f"step {info.step} was written by {writer} already: there is nothing to convert")
-    run_dir = info.path.parent.parent
-    with held_apart(run_dir), contextlib.closing(open_reader(info)) as reader:
-        ctx = context_outside(run_dir, console)
+    writer, folder = scan().find(to).name, checkpoints_folder(run_dir)
+    with held_apart(folder.parent):
+        bring_back(folder)
+        info = choose_checkpoint(run_dir, step)
+        if writer == info.writer:
+            raise UserError(f"step {info.step} was written by {writer} already: there is nothing to convert")
+        _convert(info, writer, to, console)
+    return next(new for new in list_checkpoints(folder) if new.step == info.step)
+
+
+def _convert(info: CheckpointInfo, writer: str, to: str, console: Console) -> None:
+    ctx = context_outside(info.path.parent.parent, console)
+    with contextlib.closing(open_reader(info)) as reader:
         with blaming(ctx, info.writer, "checkpoint", f"reading {info.path}"):
             contents = reader.contents(info.path)
         total = sum(named.tensor.nbytes for state in contents.values() for named in state.tensors)
@@ -56,7 +74,6 @@ def convert_checkpoint(info: CheckpointInfo, to: str, console: Console) -> Check
             saver.wait()
         with blaming(ctx, info.writer, "checkpoint", "making room"):
             reader.remove([])  # what only the old one needed
-    return next(new for new in list_checkpoints(info.path.parent) if new.step == info.step)
 
 
 class _Kept:

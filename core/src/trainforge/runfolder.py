@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from trainforge.checkpoints import bring_back
 from trainforge.errors import ConfigError, IncompatibleError, TrainForgeError, UserError
 from trainforge.recipe_file import dump_recipe, read_recipe
 from trainforge.stages import is_checkpoint_name
@@ -66,6 +67,7 @@ class RunFolder:
             self._take()
             moved = self._move_aside() if fresh and self._holds_a_run() else None
             self.checkpoints.mkdir(exist_ok=True)
+            bring_back(self.checkpoints)
         except OSError as error:
             raise UserError(
                 f"the run folder {self.path} cannot be written ({error.strerror}): choose another with --run-dir"

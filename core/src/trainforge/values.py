@@ -367,6 +367,10 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+REPLACED = ".old-"
+"""What stands before the name of a checkpoint while another of the same step takes its place."""
+
+
 def is_checkpoint_name(name: str) -> int | None:
     """The step of a committed checkpoint's folder name, or None."""
     match = _CHECKPOINT_NAME.fullmatch(name)

@@ -64,6 +64,9 @@ def checkpoints(
         raise click.UsageError(f"{action} takes {_MORE.get(action, 'nothing but options')}")
     if (to is None) == (action == "convert"):
         raise click.UsageError("convert and --to belong together: convert --to PLUGIN")
+    if to is not None:
+        _convert(run_dir, step, to)
+        return
     folder = checkpoints_folder(run_dir)
     found = list_checkpoints(folder)
     if not found:
@@ -76,8 +79,6 @@ def checkpoints(
         _diff(run_dir, *(_of_step(found, _step(text)) for text in more))
     elif action == "merge":
         ctx.invoke(export, run_dir=run_dir, out=Path(more[1]), step=_step(more[0]))
-    elif to is not None:
-        _convert(run_dir, step, to)
     else:
         _prune(found, keep, *kept_by_recipe(folder), dry_run=dry_run)
 
@@ -162,11 +163,9 @@ def _diff(run_dir: Path, a: CheckpointInfo, b: CheckpointInfo) -> None:
 def _convert(run_dir: Path, step: int | None, to: str) -> None:
     from trainforge.console import TerminalConsole
     from trainforge.converting import convert_checkpoint
-    from trainforge.stored_run import choose_checkpoint
     from trainforge.units import format_bytes
 
-    old = choose_checkpoint(run_dir, step)
-    new = convert_checkpoint(old, to, TerminalConsole())
+    new = convert_checkpoint(run_dir, step, to, TerminalConsole())
     click.echo(f"step {new.step} is now a checkpoint of {new.writer} ({format_bytes(new.bytes)}): {new.path}")
 
 

@@ -19,24 +19,27 @@ from trainforge.toolbox.checkpointing.protocol import Save, SaveFacts
 from trainforge.toolbox.checkpointing.stage import FolderCheckpoint
 from trainforge.toolbox.host_limits import host_limit
 from trainforge.units import format_bytes
+from trainforge.values import REPLACED
 from trainforge_loongforge.vault import manifest
-from trainforge_loongforge.vault.hashing import Ref
+from trainforge_loongforge.vault.hashing import Ref, give_way
 from trainforge_loongforge.vault.loading import targets
 from trainforge_loongforge.vault.locking import lock, locked
 from trainforge_loongforge.vault.manifest import Manifest
 from trainforge_loongforge.vault.packs import CHUNK_BYTES
 from trainforge_loongforge.vault.saving import VaultSave
-from trainforge_loongforge.vault.snapshot import Buffers, Snapshot, holder, overtakable
+from trainforge_loongforge.vault.snapshot import SMALL_BYTES, Buffers, Snapshot, holder, overtakable
 from trainforge_loongforge.vault.storage import Storage
 from trainforge_loongforge.vault.store import Store
 
 if TYPE_CHECKING:
     from trainforge.context import Context
+    from trainforge.stages import NamedTensor
     from trainforge_loongforge.vault import VaultSection
 
 PACKS = "packs"
 _PATIENCE_S = 60.0  # for who prunes by hand beside a run
 _HALF = 0.5
+_PLACED = 64  # chunks of a page-locked buffer, of which one may be lost to what does not fit
 
 
 class VaultCheckpoint(FolderCheckpoint):
@@ -69,23 +72,32 @@ class VaultCheckpoint(FolderCheckpoint):
             if self._folder.is_dir():
                 with locked(self._folder, self._timeout):
                     self._collect()
-        if ctx.device.type != "cpu" and self._background is not False:
-            size = sum(n.tensor.nbytes for n in ctx.memory.state().tensors if n.tensor.device.type != "cpu")
+        memory = ctx.built.get("memory")
+        if memory is not None and self._background is not False:
             self._reserving = threading.Thread(
                 target=self._reserve,
-                args=(ctx.device, size // self._world),
+                args=(ctx.device, memory.state().tensors),
                 name="vault buffers",
                 daemon=True,
             )
             self._reserving.start()
 
-    def _reserve(self, device: torch.device, size: int) -> None:
-        """Have page-locked buffers ready for the first save, where RAM has room for them."""
+    def _reserve(self, device: torch.device, tensors: Sequence[NamedTensor]) -> None:
+        """Have buffers ready for the first save and the first update that overtakes it, where RAM has room for them."""
+        give_way()
+        on_device = sum(named.tensor.nbytes for named in tensors if named.tensor.device.type != "cpu")
+        staged = on_device // self._world * _PLACED // (_PLACED - 1)
         limit = host_limit(None)
-        if limit is not None and size > limit.free * _HALF:
-            return
-        torch.accelerator.set_device_index(device)
-        self._staging.reserve(size)
+        if staged and (limit is None or staged <= limit.free * _HALF):
+            torch.accelerator.set_device_index(device)
+            self._staging.reserve(staged)
+        sizes = [
+            named.tensor.numel() * named.dtype.itemsize
+            for named in tensors
+            if named.tensor.device.type == "cpu" and named.extent.name in self._names
+        ]
+        chunks = sum(-(-size // CHUNK_BYTES) for size in sizes if size > SMALL_BYTES) // self._world
+        self._buffers.reserve(min(chunks, self._most_copies()))
 
     # ---------------------------------------------------------------------------------------------------- saving
 
@@ -114,8 +126,10 @@ class VaultCheckpoint(FolderCheckpoint):
     def _most_copies(self) -> int:
         """How many chunks may be copied while updates overtake the writing."""
         share = _HALF if self._config.copies == "auto" else self._config.copies
-        limit = host_limit(None)
-        return 2**31 if limit is None else int(limit.free * share) // CHUNK_BYTES
+        limit, made = host_limit(None), self._buffers.made
+        if limit is None:
+            return 2**31
+        return max(made, int((limit.free // CHUNK_BYTES + made) * share))
 
     def before_write(self, slots: Sequence[Slot]) -> None:
         """Let what the update is about to change be copied, or written first."""
@@ -207,7 +221,8 @@ class VaultCheckpoint(FolderCheckpoint):
         live: set[bytes] = set()
         try:
             for path in self._folder.iterdir():
-                if is_checkpoint_name(path.name) is not None:
+                # one that was making way when its successor's writer was killed comes back with its name
+                if is_checkpoint_name(path.name.removeprefix(REPLACED)) is not None:
                     live |= self._addresses_of(path)
         except CheckpointError as error:
             self._console.warn(f"vault: no room is made while a checkpoint cannot be read: {error}")
