@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainforge.errors import CheckpointError
+from trainforge.toolbox.checkpointing.folders import make_durably
 from trainforge.units import format_seconds
 
 LOCK = "vault.lock"
@@ -21,7 +22,7 @@ def lock(folder: Path, wait_s: float) -> int:
     Raises:
         CheckpointError: somebody else has held it all the while.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_durably(folder)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     deadline = time.monotonic() + wait_s
     while True:

@@ -4,10 +4,13 @@ step-00000012                  committed
 .tmp-step-00000012-SAVEID      being written; its folder is locked (flock) for as long as rank 0 lives
 .old-step-00000012             a checkpoint of the same step, until the one that replaces it has its name
 .trash-step-00000012-SAVEID    pruned, being deleted
+.removing-step-00000012        likewise, by hand (trainforge.checkpoints)
+abandoned-step-00000012-TIME   set aside by a run that went back to an earlier step; whoever wants it gives it its name
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -24,7 +27,8 @@ from trainforge.toolbox.checkpointing.documents import NAME
 if TYPE_CHECKING:
     from trainforge.sections import TrainSection
 
-_TEMPORARY, _REPLACED, _TRASH = ".tmp-", ".old-", ".trash-"
+_TEMPORARY, _REPLACED, _TRASH = ".tmp-", ".old-", (".trash-", ".removing-")
+_ASIDE = "abandoned-"
 
 
 def temporary_folder(folder: Path, step: int, save_id: str) -> Path:
@@ -34,7 +38,7 @@ def temporary_folder(folder: Path, step: int, save_id: str) -> Path:
 
 def create_locked(path: Path) -> int:
     """Make a temporary folder and lock it; the file descriptor, when closed, gives the lock back."""
-    _make_durably(path.parent)
+    make_durably(path.parent)
     path.mkdir()
     lock = os.open(path, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,7 +92,7 @@ def prune(
 
 def discard(path: Path, reason: str) -> None:
     """Delete a checkpoint; its name goes first, on the disk too, so that no folder of that name is ever incomplete."""
-    trash = path.with_name(f"{_TRASH}{path.name}-{os.getpid()}-{reason}")
+    trash = path.with_name(f"{_TRASH[0]}{path.name}-{os.getpid()}-{reason}")
     path.rename(trash)
     fsync_folder(path.parent)
     shutil.rmtree(trash, ignore_errors=True)
@@ -99,8 +103,9 @@ def clean(folder: Path) -> int:
 
     A folder that a living process is writing to is left alone.
     """
+    keep_names_above(folder)
     leftovers = sorted(folder.iterdir()) if folder.is_dir() else []
-    if any(path.name.startswith((_TRASH, _REPLACED)) for path in leftovers):
+    if any(path.name.startswith((*_TRASH, _REPLACED)) for path in leftovers):
         fsync_folder(folder)  # the names that a killed process gave may not be on the disk yet
     unfinished = 0
     for path in leftovers:
@@ -118,6 +123,11 @@ def clean(folder: Path) -> int:
     return unfinished
 
 
+def holds_checkpoint(name: str) -> bool:
+    """Whether a folder of that name is a checkpoint, or one that may get its name back."""
+    return is_checkpoint_name(name) is not None or name.startswith((_REPLACED, _ASIDE))
+
+
 def fsync_folder(path: Path) -> None:
     """Bring the folder's list of names to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -127,12 +137,23 @@ def fsync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _make_durably(folder: Path) -> None:
+def make_durably(folder: Path) -> None:
     """Make a folder and those above it that are missing, and bring their names to the disk."""
     if not folder.is_dir():
-        _make_durably(folder.parent)
+        make_durably(folder.parent)
         folder.mkdir(exist_ok=True)
         fsync_folder(folder.parent)
+
+
+def keep_names_above(folder: Path) -> None:
+    """Bring the names of a folder, and of those above it, to the disk: who made them may not have done so."""
+    if not folder.is_dir():
+        return
+    device = folder.stat().st_dev
+    for above in folder.absolute().parents:
+        with contextlib.suppress(OSError):
+            if above.stat().st_dev == device:
+                fsync_folder(above)
 
 
 def forget_cached(path: Path) -> None:
