@@ -12,14 +12,14 @@ import xxhash
 
 from trainforge.checkpoints import remove_folder
 from trainforge.errors import CheckpointError
-from trainforge.stages import Extent, NamedTensor, Slot, is_checkpoint_name
+from trainforge.stages import Extent, NamedTensor, Slot
+from trainforge.toolbox.checkpointing import folders
 from trainforge.toolbox.checkpointing.documents import NAME, read_sealed
 from trainforge.toolbox.checkpointing.layout import Chunk, Held
 from trainforge.toolbox.checkpointing.protocol import Save, SaveFacts
 from trainforge.toolbox.checkpointing.stage import FolderCheckpoint
 from trainforge.toolbox.host_limits import host_limit
 from trainforge.units import format_bytes
-from trainforge.values import REPLACED
 from trainforge_loongforge.vault import manifest
 from trainforge_loongforge.vault.hashing import Ref, give_way
 from trainforge_loongforge.vault.loading import targets
@@ -33,7 +33,6 @@ from trainforge_loongforge.vault.store import Store
 
 if TYPE_CHECKING:
     from trainforge.context import Context
-    from trainforge.stages import NamedTensor
     from trainforge_loongforge.vault import VaultSection
 
 PACKS = "packs"
@@ -58,6 +57,8 @@ class VaultCheckpoint(FolderCheckpoint):
         self._addresses: dict[tuple[Path, int], frozenset[bytes]] = {}
         super().__init__(ctx, background=config.background, timeout=config.timeout)
         self._reserving: threading.Thread | None = None
+        self._staged = threading.Event()  # page-locked buffers have been made, or will not be
+        self._staged.set()
         self._names: set[str] = set()
         if self._in_run:
             self._names = {spec.name for spec in ctx.model.parameters if spec.trainable}
@@ -74,6 +75,7 @@ class VaultCheckpoint(FolderCheckpoint):
                     self._collect()
         memory = ctx.built.get("memory")
         if memory is not None and self._background is not False:
+            self._staged.clear()
             self._reserving = threading.Thread(
                 target=self._reserve,
                 args=(ctx.device, memory.state().tensors),
@@ -84,19 +86,22 @@ class VaultCheckpoint(FolderCheckpoint):
 
     def _reserve(self, device: torch.device, tensors: Sequence[NamedTensor]) -> None:
         """Have buffers ready for the first save and the first update that overtakes it, where RAM has room for them."""
-        give_way()
-        on_device = sum(named.tensor.nbytes for named in tensors if named.tensor.device.type != "cpu")
-        staged = on_device // self._world * _PLACED // (_PLACED - 1)
-        limit = host_limit(None)
-        if staged and (limit is None or staged <= limit.free * _HALF):
-            torch.accelerator.set_device_index(device)
-            self._staging.reserve(staged)
+        try:
+            size = sum(named.tensor.nbytes for named in tensors if named.tensor.device.type != "cpu")
+            size = size // self._world * _PLACED // (_PLACED - 1)
+            limit = host_limit(None)
+            if size and (limit is None or size <= limit.free * _HALF):
+                torch.accelerator.set_device_index(device)
+                self._staging.reserve(size)
+        finally:
+            self._staged.set()
         sizes = [
             named.tensor.numel() * named.dtype.itemsize
             for named in tensors
             if named.tensor.device.type == "cpu" and named.extent.name in self._names
         ]
         chunks = sum(-(-size // CHUNK_BYTES) for size in sizes if size > SMALL_BYTES) // self._world
+        give_way()
         self._buffers.reserve(min(chunks, self._most_copies()))
 
     # ---------------------------------------------------------------------------------------------------- saving
@@ -105,9 +110,7 @@ class VaultCheckpoint(FolderCheckpoint):
         return [lock(self._folder, self._timeout)]
 
     def _save_of(self, facts: SaveFacts, held: Mapping[str, Sequence[Held]]) -> tuple[Save, bool]:
-        if self._reserving is not None:
-            self._reserving.join()
-            self._reserving = None
+        self._staged.wait()
         chunks = facts.chunks_of(self._rank)
         live = {chunk: found for chunk in chunks if (found := overtakable(self._names, held, chunk))}
         fixed = [chunk for chunk in chunks if chunk not in live]
@@ -221,8 +224,7 @@ class VaultCheckpoint(FolderCheckpoint):
         live: set[bytes] = set()
         try:
             for path in self._folder.iterdir():
-                # one that was making way when its successor's writer was killed comes back with its name
-                if is_checkpoint_name(path.name.removeprefix(REPLACED)) is not None:
+                if folders.holds_checkpoint(path.name):
                     live |= self._addresses_of(path)
         except CheckpointError as error:
             self._console.warn(f"vault: no room is made while a checkpoint cannot be read: {error}")
@@ -253,13 +255,14 @@ class VaultCheckpoint(FolderCheckpoint):
 
     def close(self) -> None:
         """Wait for the save in flight; raises what went wrong and was not yet told."""
+        self._staged.wait()
         try:
             super().close()
         finally:
-            if self._reserving is not None:
-                self._reserving.join()
             self._store.close()
             self._buffers.close()
+            if self._reserving is not None:
+                self._reserving.join()
 
 
 def _read_addresses(path: Path, plugin: str) -> frozenset[bytes]:

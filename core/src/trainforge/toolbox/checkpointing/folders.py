@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING
 from trainforge.retention import best_of, retention
 from trainforge.stages import CheckpointInfo, checkpoint_name, is_checkpoint_name
 from trainforge.toolbox.checkpointing.documents import NAME
+from trainforge.values import REPLACED
 
 if TYPE_CHECKING:
     from trainforge.sections import TrainSection
 
-_TEMPORARY, _REPLACED, _TRASH = ".tmp-", ".old-", (".trash-", ".removing-")
+_TEMPORARY, _TRASH = ".tmp-", (".trash-", ".removing-")
 _ASIDE = "abandoned-"
 
 
@@ -48,7 +49,7 @@ def create_locked(path: Path) -> int:
 def commit(temporary: Path, final: Path) -> None:
     """Give a finished folder its name. A checkpoint of the same step makes way, and comes back if this fails."""
     fsync_folder(temporary)
-    replaced = final.with_name(_REPLACED + final.name) if final.exists() else None
+    replaced = final.with_name(REPLACED + final.name) if final.exists() else None
     try:
         if replaced is not None:
             final.rename(replaced)
@@ -105,7 +106,7 @@ def clean(folder: Path) -> int:
     """
     keep_names_above(folder)
     leftovers = sorted(folder.iterdir()) if folder.is_dir() else []
-    if any(path.name.startswith((*_TRASH, _REPLACED)) for path in leftovers):
+    if any(path.name.startswith((*_TRASH, REPLACED)) for path in leftovers):
         fsync_folder(folder)  # the names that a killed process gave may not be on the disk yet
     unfinished = 0
     for path in leftovers:
@@ -114,8 +115,8 @@ def clean(folder: Path) -> int:
             unfinished += 1
         elif path.name.startswith(_TRASH):
             shutil.rmtree(path, ignore_errors=True)
-        elif path.name.startswith(_REPLACED):
-            final = path.with_name(path.name.removeprefix(_REPLACED))
+        elif path.name.startswith(REPLACED):
+            final = path.with_name(path.name.removeprefix(REPLACED))
             if final.exists():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -125,7 +126,7 @@ def clean(folder: Path) -> int:
 
 def holds_checkpoint(name: str) -> bool:
     """Whether a folder of that name is a checkpoint, or one that may get its name back."""
-    return is_checkpoint_name(name) is not None or name.startswith((_REPLACED, _ASIDE))
+    return is_checkpoint_name(name) is not None or name.startswith((REPLACED, _ASIDE))
 
 
 def fsync_folder(path: Path) -> None:
