@@ -15,7 +15,7 @@ import torch
 from trainforge.errors import CheckpointError
 from trainforge.hookspecs import hookimpl
 from trainforge.provider import Provider, Section, Traits
-from trainforge.stages import Comm, Extent, PartState, StateSpec
+from trainforge.stages import Comm, Extent, LazyTensor, PartState, StateSpec
 from trainforge.testing.checkpoint import ReferenceCheckpoint
 from trainforge.testing.data import LetterTokenizer, SyntheticData
 from trainforge.testing.memory import ReferenceMemory
@@ -601,6 +601,54 @@ class SameLayoutOnly(ReferenceCheckpoint):
             for named in part.state().tensors:
                 if not named.extent.whole and named.extent.offset:
                     named.tensor.zero_()
+
+
+class TellsContents(ReferenceCheckpoint):
+    """Remembers what it saved, for `contents`."""
+
+    def save(self, step, parts):
+        states = {name: part.state() for name, part in parts.items()}
+        self.saved = {
+            name: replace(
+                state, tensors=tuple(replace(named, tensor=named.tensor.clone()) for named in state.tensors)
+            )
+            for name, state in states.items()
+        }
+        super().save(step, parts)
+
+    def contents(self, path):
+        return self.saved
+
+
+@breaks("checkpoint", "test_contents_are_what_was_saved", "gives the parts")
+class LeavesPartsOut(TellsContents):
+    def contents(self, path):
+        return {"memory": self.saved["memory"]}
+
+
+@breaks("checkpoint", "test_contents_are_what_was_saved", "of memory")
+class LeavesTensorsOut(TellsContents):
+    def contents(self, path):
+        memory = self.saved["memory"]
+        return {**self.saved, "memory": replace(memory, tensors=memory.tensors[1:])}
+
+
+@breaks("checkpoint", "test_contents_are_what_was_saved", "not read as they were saved")
+class ReadsFromTheStart(TellsContents):
+    def contents(self, path):
+        def lazy(named):
+            return LazyTensor(
+                named.key, named.extent, named.tensor, load=lambda start, out: named.read(0, out)
+            )
+
+        memory = self.saved["memory"]
+        return {**self.saved, "memory": replace(memory, tensors=tuple(map(lazy, memory.tensors)))}
+
+
+@breaks("checkpoint", "test_contents_are_what_was_saved", "instead of a CheckpointError")
+class HasNoContents(ReferenceCheckpoint):
+    def contents(self, path):
+        raise NotImplementedError
 
 
 @breaks("checkpoint", "test_split_masters_are_fp32_in_it", "fp32 values that they are")

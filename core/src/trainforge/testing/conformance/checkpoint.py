@@ -301,6 +301,38 @@ class CheckpointConformance(PluginConformance):
                     "for, all that belongs to the parameters of its slots and is not written yet"
                 )
 
+    def test_contents_are_what_was_saved(self, tmp_path: Path) -> None:
+        """`contents`: every part and every tensor, in ranges of any kind; a plugin without it says so."""
+        stages, boxes, path = self.saved(tmp_path)
+        error = refusal(stages.checkpoint.contents, path)
+        if error is not None:
+            assert isinstance(error, CheckpointError), (
+                f"contents() raised {error!r} instead of a CheckpointError"
+            )
+            return
+        contents = stages.checkpoint.contents(path)
+        assert sorted(contents) == sorted(boxes), f"contents() gives the parts {sorted(contents)}"
+        for name, box in boxes.items():
+            part = contents[name]
+            assert (part.version, part.data) == (box.version, box.data), (
+                f"contents() gives {name} as version {part.version} with {part.data}"
+            )
+            given = {(named.key, named.extent.name): named for named in part.tensors}
+            wanted = {(key, extent.name): (extent, t) for (key, extent), t in box.tensors.items()}
+            assert given.keys() == wanted.keys(), f"contents() gives {sorted(given)} of {name}"
+            for place, (extent, tensor) in wanted.items():
+                named = given[place]
+                assert (named.extent, named.dtype) == (extent, tensor.dtype), (
+                    f"contents() gives {place[0]} of {place[1]} as {named.extent} of {named.dtype}"
+                )
+                size = extent.length
+                for start, stop in ((0, size), (size // 3, size // 2), (size - size // 4, size)):
+                    out = torch.zeros(stop - start, dtype=tensor.dtype)
+                    named.read(start, out)
+                    assert same_bits(out, tensor.reshape(-1)[start:stop]), (
+                        f"elements {start} to {stop} of {place[0]} of {place[1]} are not read as they were saved"
+                    )
+
     def test_what_stays_needs_nothing_of_what_is_removed(self, tmp_path: Path) -> None:
         """`remove`: what is named goes, and every other checkpoint restores as before."""
         stages, folder = self.build(tmp_path, train={"keep": 4}), tmp_path / "checkpoints"
@@ -315,8 +347,9 @@ class CheckpointConformance(PluginConformance):
         freed = stages.checkpoint.remove([folder / checkpoint_name(step) for step in (1, 3)])
         assert isinstance(freed, int), f"remove() gave {freed!r}; it gives the bytes freed"
         assert freed >= 0, f"remove() gave {freed}; it gives the bytes freed"
+        stages.checkpoint.remove([])
         left = sorted(s for p in folder.iterdir() if (s := is_checkpoint_name(p.name)) is not None)
-        assert left == [2, 4], f"after remove() of steps 1 and 3 of 4 there are {left}"
+        assert left == [2, 4], f"after remove() of steps 1 and 3 of 4, and of none, there are {left}"
         for step in left:
             path = folder / checkpoint_name(step)
             problems = stages.checkpoint.verify(path)
