@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.dcp.test_ranks import TRUTH, shard
 from tests.dcp.toys import Toy, names, on_ranks
 from tests.run.runs import MODEL, Outcome, run, write_recipe
@@ -19,7 +20,9 @@ from tests.support.many_runs import on_ranks as runs_on_ranks
 from tests.support.processes import PATIENCE_S
 from tests.vault.toys import bits, keyed, random_bits, stage_in, step_path
 
+from trainforge.context import SilentConsole
 from trainforge.errors import CheckpointError
+from trainforge.exporting import export_run
 from trainforge.toolbox.checkpointing.protocol import Save
 from trainforge_loongforge.vault.locking import locked
 from trainforge_loongforge.vault.store import Store
@@ -213,6 +216,24 @@ def test_stream_and_cpu_adam_under_vault_go_on_as_if_never_stopped(tmp_path):
     waiting = tmp_path / "waiting.yaml"
     waiting.write_text(ours.read_text() + "vault: {copies: 0}\n")
     same_training(run(waiting, tmp_path / "waiting"), whole)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_is_that_of_dcp(tmp_path, tied):
+    """C44: the head comes tied or as its own tensor, whichever plugin wrote the masters."""
+    model = {"config": MODEL | {"attention_dropout": 0.0, "tie_word_embeddings": tied}}
+    recipe, files = write_recipe(tmp_path, model=model, train={"steps": 2}), {}
+    for name, plugins in {"dcp": [], "vault": ["vault"]}.items():
+        assert run(recipe, tmp_path / name, plugins=plugins).code == 0
+        export_run(tmp_path / name, tmp_path / f"out-{name}", SilentConsole(), dtype="fp32")
+        files[name] = load_file(tmp_path / f"out-{name}/model.safetensors")
+    assert ("lm_head.weight" in files["vault"]) is not tied
+    assert {name: bits(tensor) for name, tensor in files["vault"].items()} == {
+        name: bits(tensor) for name, tensor in files["dcp"].items()
+    }
+    described = stage_in(tmp_path / "vault", reads=True).describe(step_path(tmp_path / "vault", 2))
+    masters = {name for name in described["tensors"] if name.startswith("memory/master/")}
+    assert len(masters) == len(files["vault"])
 
 
 @pytest.mark.ranks
