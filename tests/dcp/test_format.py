@@ -96,6 +96,39 @@ def test_every_flipped_bit_is_found_by_verify_and_by_restore(saved):
     assert stage.verify(path) == []
 
 
+def test_who_reads_ranges_gets_what_was_saved_or_the_damaged_file_named(saved):
+    tensors, part, path = saved
+    stage, file = checkpoint(path.parent.parent, reads=True), path / "rank-00000.safetensors"
+    contents = stage.contents(path)
+    assert {name: (one.version, one.data) for name, one in contents.items()} == {
+        "memory": (3, part.data),
+        "plain": (3, {"a": 1}),
+    }
+    found = {named.extent.name: named for named in contents["memory"].tensors}
+    assert found.keys() == tensors.keys()
+
+    def refused(name):
+        """Whether reading is refused; when it is not, what is read is right."""
+        named = next(n for n in stage.contents(path)["memory"].tensors if n.extent.name == name)
+        out = torch.ones(named.extent.length, dtype=named.dtype)
+        try:
+            named.read(0, out)
+        except CheckpointError as error:
+            assert str(file) in str(error)
+            return True
+        assert torch.equal(out, tensors[name].reshape(-1)), name
+        return False
+
+    sound = file.read_bytes()
+    header = 8 + int.from_bytes(sound[:8], "little")
+    for place in [*range(0, header, 97), *range(header, len(sound), 11)]:
+        file.write_bytes(sound[:place] + bytes([sound[place] ^ 16]) + sound[place + 1 :])
+        assert sum(refused(name) for name in tensors) == (place >= header), place
+    for damaged in (sound[:-1], sound + b"x", None):
+        file.write_bytes(damaged) if damaged is not None else file.unlink()
+        assert all(refused(name) for name in tensors if name != "empty")
+
+
 @pytest.mark.parametrize("damage", ["missing", "shorter", "longer", "no description", "not json", "a list"])
 def test_a_file_that_is_not_as_written_is_named(saved, damage):
     tensors, _, path = saved

@@ -15,8 +15,10 @@ import torch
 from tests.dcp.toys import Toy, checkpoint, names, on_ranks
 
 from trainforge.errors import CheckpointError
+from trainforge.stages import Extent
 from trainforge.toolbox.checkpointing.layout import plan_chunks
 from trainforge_plugins.dcp import saving
+from trainforge_plugins.dcp.checkpoint import DcpCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TRUTH = torch.arange(70, dtype=torch.float32)
@@ -232,3 +234,31 @@ def test_two_processes_save_together_and_one_restores(tmp_path):
     part = shard(0, 1, torch.zeros(70))
     stage.restore({"m": part}, tmp_path / "checkpoints" / "step-00000003")
     assert torch.equal(part.spans["master", "w"][0][2], TRUTH)
+
+
+@pytest.mark.parametrize("chunk_bytes", [24, 64 * 2**20])
+def test_ranges_of_what_several_ranks_wrote_are_whole(tmp_path, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(DcpCheckpoint, "chunk_bytes", chunk_bytes)
+    save_on(3, tmp_path)
+    contents = checkpoint(tmp_path, reads=True).contents(tmp_path / "checkpoints" / "step-00000002")
+    assert (contents["m"].version, contents["m"].data) == (3, {"consumed": 3})
+    found = {(named.key, named.extent.name): named for named in contents["m"].tensors}
+    assert found["master", "w"].extent == Extent("w", (7, 10), 0, 70)
+    assert found["step", "w"].extent == Extent("w", (), 0, 1)
+    for start in range(0, 70, 7):
+        for stop in range(start, 71, 5):
+            out = torch.full((stop - start,), -1.0)
+            found["master", "w"].read(start, out)
+            assert torch.equal(out, TRUTH[start:stop])
+
+
+def test_how_a_tensor_is_cut_is_said_with_its_digest(tmp_path):
+    about = {}
+    for world in (1, 2, 3):
+        save_on(world, tmp_path / str(world))
+        path = tmp_path / str(world) / "checkpoints" / "step-00000002"
+        about[world] = checkpoint(tmp_path / str(world), reads=True).describe(path)
+    assert [about[world]["cuts"]["m/master/w"] for world in (1, 2, 3)] == ["70", "35,35", "23,23,24"]
+    assert {one["cuts"]["m/master/r"] for one in about.values()} == {"64"}
+    assert len({one["tensors"]["m/master/r"] for one in about.values()}) == 1
+    assert about[1]["tensor_bytes"] == {"m/master/w": 280, "m/master/r": 256, "m/step/w": 4}

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.dcp.toys import Toy, checkpoint, names, whole
 
 from trainforge.errors import CheckpointError
-from trainforge.stages import is_checkpoint_name
+from trainforge.stages import Extent, LazyTensor, PartState, is_checkpoint_name
 from trainforge.toolbox.checkpointing import folders
 from trainforge_plugins.dcp import saving, storage
 
@@ -359,3 +360,29 @@ def test_killed_at_any_moment_the_newest_checkpoint_restores(tmp_path):
     parent.stdout.close()
     assert newest
     assert leftovers
+
+
+def test_a_save_outside_a_run_deletes_nothing_and_copies_nothing(tmp_path):
+    """As `forge checkpoints RUN convert` has it: the folder stays as it is, but for the checkpoint of that step."""
+    writer = checkpoint(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        writer.save(step, {"p": whole(w=torch.full((3,), float(step)))})
+    writer.wait()
+    for name in (".tmp-step-00000004-aa", ".trash-step-00000001-x", ".old-step-00000007"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    before = names(tmp_path)
+
+    def load(start, out):
+        assert len(names(tmp_path)) == len(before) + 1  # it is read while it is written, not before
+        out.copy_(torch.arange(10.0)[start : start + len(out)])
+
+    lazy = LazyTensor("master", Extent("w", (10,), 0, 10), torch.empty(10, device="meta"), load=load)
+    outside = checkpoint(tmp_path, keep=1, reads=True, background=True)
+    outside.save(2, {"p": SimpleNamespace(state=lambda: PartState(3, {"a": 1}, (lazy,)))})
+    assert [info.step for info in outside.committed()] == [2]  # it has waited
+    outside.close()
+    assert names(tmp_path) == before
+    target = whole(w=torch.zeros(10))
+    checkpoint(tmp_path, reads=True).restore({"p": target}, tmp_path / "checkpoints/step-00000002")
+    assert target.spans["master", "w"][0][2].tolist() == list(range(10))
+    assert target.loaded == (3, {"a": 1})
