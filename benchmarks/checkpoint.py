@@ -28,7 +28,7 @@ from tests.support.context import make_context
 from torch import Tensor
 
 from benchmarks.common import median, show
-from trainforge.stages import Checkpoint, Extent, NamedTensor, ParameterSpec, PartState, Slot
+from trainforge.stages import Checkpoint, NamedTensor, ParameterSpec, PartState, Slot
 
 GPU = torch.cuda.is_available()
 PARAMETERS = int(os.environ.get("PARAMETERS", "1600000000" if GPU else "300000000"))
@@ -300,8 +300,8 @@ def full(root: Path, state: State) -> list[dict[str, Any]]:
         "checkpoint",
         f"{state.bytes / 1e9:.1f} GB of state ({PARAMETERS / 1e6:,.0f}M parameters). Blocked: until an update may "
         "follow. Lost: what an update at once (on a GPU: steps of "
-        f"{STEP_S} s, {STEPS} of them) took longer than without a save. Copy: one memory copy of the state. dd: as many "
-        f"bytes of zeros, bs=8M, just before. CPU: of all threads, per byte of state. Later: medians of {LATER}.",
+        f"{STEP_S} s, {STEPS} of them) took longer than without a save. Copy: one memory copy of the state. dd: as "
+        f"many bytes of zeros, bs=8M, just before. CPU: of all threads, per byte of state. Later: medians of {LATER}.",
         ("side", "save", "blocked ms", "lost ms", "blocked + lost / copy", "durable s", "/ dd direct",
          "/ dd fdatasync", "GB written", "CPU ns/B"),
         [

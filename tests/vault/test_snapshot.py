@@ -195,7 +195,7 @@ def test_no_more_is_copied_than_there_is_room_for(most_copies):
     """Before anything is written, the update copies that much and no more; copies are used again."""
     world = World(most_copies=most_copies)
     taken, take = [], world.snapshot.buffers.take
-    world.snapshot.buffers.take = lambda: (taken.append(1), take())[1]
+    world.snapshot.buffers.take = lambda size: (taken.append(1), take(size))[1]
     updates = Running(lambda: [world.update(name) for name in NAMES])
     count = len(world.snapshot.pieces)
     assert updates.waits() is (most_copies < count)
@@ -431,6 +431,18 @@ def test_a_disk_that_hangs_is_said_after_a_while(monkeypatch):
     monkeypatch.setattr(real, "_STUCK_S", 0.1)
     with pytest.raises(CheckpointError, match=r"the disk hangs, or is far too slow; save less often"):
         World().snapshot.before_write({"a"})
+
+
+def test_a_disk_that_is_slow_but_writes_is_waited_for(monkeypatch):
+    """However long it takes in all: what counts is that something was written lately."""
+    monkeypatch.setattr(real, "_STUCK_S", 0.5)
+    world = World(most_copies=0, chunk_bytes=1000)
+    updater = Running(lambda: world.snapshot.before_write(set(NAMES)))
+    began = time.monotonic()
+    found = world.write(lambda: time.sleep(0.2))
+    assert time.monotonic() - began > 1.5
+    updater.ended()
+    world.written_as_it_was(found)
 
 
 # ------------------------------------------------------------------------------------------------- the whole stage

@@ -72,7 +72,7 @@ class VaultCheckpoint(FolderCheckpoint):
             ctx.console.log(f"vault: packs are written in mode {self._storage.mode}{reason}")
             if self._folder.is_dir():
                 with locked(self._folder, self._timeout):
-                    self._collect()
+                    self._collect_or_say()
         memory = ctx.built.get("memory")
         if memory is not None and self._background is not False:
             self._staged.clear()
@@ -211,13 +211,33 @@ class VaultCheckpoint(FolderCheckpoint):
     # -------------------------------------------------------------------------------------------------- making room
 
     def remove(self, paths: Sequence[Path]) -> int:
-        """Delete checkpoints, and the chunks that none of those that stay has."""
+        """Delete checkpoints, and the chunks that none of those that stay has.
+
+        Raises:
+            CheckpointError: the disk refuses to; what is left whole can be used.
+        """
         with locked(self._folder, _PATIENCE_S):
-            freed = sum(remove_folder(path) for path in paths)
-            return freed + self._collect()
+            try:
+                freed = sum(remove_folder(path) for path in paths)
+                return freed + self._collect()
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoints in {self._folder} cannot be deleted, or not all that only they had "
+                    f"({error.strerror or error}): see the folder's permissions and free bytes, and prune again"
+                ) from error
 
     def _pruned(self) -> None:
-        self._collect()
+        self._collect_or_say()
+
+    def _collect_or_say(self) -> None:
+        """Make room; what is not possible now, as on a full disk, is tried again after the next save."""
+        try:
+            self._collect()
+        except OSError as error:
+            self._console.warn(
+                f"vault: no room can be made in {self._folder / PACKS} now ({error.strerror or error}); no checkpoint is "
+                "concerned, and the next save tries again"
+            )
 
     def _collect(self) -> int:
         """Delete chunks that no checkpoint has; the lock is held. Gives the bytes freed."""
@@ -269,7 +289,8 @@ def _read_addresses(path: Path, plugin: str) -> frozenset[bytes]:
     try:
         return manifest.addresses(manifest.read_manifest(path))
     except CheckpointError:
-        if read_sealed(path / NAME).get("writer") in (plugin, None):
+        writer = read_sealed(path / NAME).get("writer")
+        if writer == plugin or not isinstance(writer, str):
             raise
         return frozenset()
 

@@ -14,41 +14,72 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trainforge.errors import CheckpointError
 from trainforge.toolbox.checkpointing.layout import Chunk, Held, split_name
+from trainforge.toolbox.host_memory import HostMemory
 from trainforge_loongforge.vault.hashing import Ref
 from trainforge_loongforge.vault.packs import CHUNK_BYTES
 
 _WAITING, _COPYING, _COPIED, _OPEN, _DONE = "waiting", "copying", "copied", "open", "done"
 _STUCK_S = 600.0
+_SLAB_CHUNKS = 16  # so many buffers are made at a time
+SMALL_BYTES = 2**16  # up to here memory is asked for when it is needed
 
 
 class Buffers:
-    """Buffers of a chunk's size that are used again, also by the next save: fresh memory costs more than the copy."""
+    """Buffers of a chunk's size that are used again, also by the next save: fresh memory costs more than the copy.
+
+    Attributes:
+        made: how many there are, in use or not.
+    """
 
     def __init__(self) -> None:
+        self._memory = HostMemory(torch.device("cpu"))
         self._free: list[Tensor] = []
         self._lock = threading.Lock()
+        self._closed = False
+        self.made = 0
 
-    def take(self) -> Tensor:
-        """A buffer of CHUNK_BYTES bytes."""
+    def take(self, size: int = CHUNK_BYTES) -> Tensor:
+        """A buffer of at least `size` bytes."""
+        if size <= SMALL_BYTES:
+            return torch.empty(size, dtype=torch.uint8)
         with self._lock:
-            if self._free:
-                return self._free.pop()
-        return torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+            if not self._free:
+                self._make(max(1, min(self.made, _SLAB_CHUNKS)))
+            return self._free.pop()
+
+    def reserve(self, count: int) -> None:
+        """Have that many ready, so that the first update that overtakes a save need not wait for memory.
+
+        Raises:
+            ConfigError: it cannot be had.
+        """
+        while self.made < count and not self._closed:
+            with self._lock:
+                self._make(min(count - self.made, _SLAB_CHUNKS))
 
     def give_back(self, buffer: Tensor) -> None:
         """Let somebody else use it."""
-        with self._lock:
-            self._free.append(buffer)
+        if buffer.nbytes == CHUNK_BYTES:
+            with self._lock:
+                self._free.append(buffer)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory back; none is made any more."""
+        self._closed = True
         with self._lock:
             self._free.clear()
+
+    def _make(self, count: int) -> None:
+        """Several at once, in huge pages that are there: making pages one by one costs more than the copy, too."""
+        slab = self._memory.tensor(count * CHUNK_BYTES, torch.uint8, pinned=False)
+        self._free += slab.split(CHUNK_BYTES)
+        self.made += count
 
 
 @dataclass(eq=False)
@@ -84,7 +115,7 @@ class LivePiece:
         try:
             values = copy if copy is not None else self._as_it_lies()
             if values is None:
-                scratch = self.snapshot.buffers.take()
+                scratch = self.snapshot.buffers.take(self.nbytes)
                 values = scratch[: self.nbytes]
                 self.read_into(values)
             self.finite = _is_finite(values, self.chunk)
@@ -149,6 +180,7 @@ class Snapshot:
     delayed_s: float = 0.0
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _copies: int = 0
+    _written: int = 0
     _by_name: dict[str, list[LivePiece]] = field(default_factory=dict)
 
     def add_live(self, chunk: Chunk, held: Held, known: Ref | None) -> None:
@@ -184,6 +216,7 @@ class Snapshot:
                 piece.copy = None
                 self._copies -= 1
             piece.state = _DONE
+            self._written += 1
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -209,15 +242,23 @@ class Snapshot:
         for piece in pieces:
             if self._may_copy(piece):
                 self._copy(piece)
-        with self._changed:
-            if not self._changed.wait_for(
-                lambda: all(piece.copy is not None or piece.state is _DONE for piece in pieces), _STUCK_S
-            ):
-                raise CheckpointError(
-                    f"the update has waited {_STUCK_S:.0f} s for a checkpoint to be written: the disk hangs, or is far "
-                    "too slow; save less often (train.save_every)"
-                )
+        self._wait_for(pieces)
         self.delayed_s += time.perf_counter() - began
+
+    def _wait_for(self, pieces: Sequence[LivePiece]) -> None:
+        """Wait until each is copied or written, for as long as some chunk is written now and then."""
+
+        def settled() -> bool:
+            return all(piece.copy is not None or piece.state is _DONE for piece in pieces)
+
+        with self._changed:
+            while not settled():
+                before = self._written
+                if not self._changed.wait_for(lambda: settled() or self._written > before, _STUCK_S):  # noqa: B023
+                    raise CheckpointError(
+                        f"the update waits for a checkpoint of which nothing was written for {_STUCK_S:.0f} s: the "
+                        "disk hangs, or is far too slow; save less often (train.save_every)"
+                    )
 
     def _may_copy(self, piece: LivePiece) -> bool:
         """Claim a chunk for copying, unless it is being written or there is no room for one more copy."""
@@ -232,7 +273,7 @@ class Snapshot:
         """Copy a chunk that was claimed for it. Where that fails, it is as if nobody had tried."""
         buffer, whole = None, False
         try:
-            buffer = self.buffers.take()
+            buffer = self.buffers.take(piece.nbytes)
             piece.read_into(buffer[: piece.nbytes])
             whole = True
         finally:
@@ -249,13 +290,18 @@ class Snapshot:
 
 
 def _is_finite(values: Tensor, chunk: Chunk) -> bool:
-    """Whether a chunk of a master is; all others pass."""
-    if split_name(chunk.tensor)[1] != "master":
+    """Whether a chunk of a master is; all others pass.
+
+    The smallest and the largest value tell: both are NaN when any is. That takes 0.08 ns per byte, `isfinite` 0.5.
+    NumPy stays on this thread, which leaves the others to training.
+    """
+    if split_name(chunk.tensor)[1] != "master" or not values.numel():
         return True
-    masters = values.view(getattr(torch, chunk.dtype))
-    if masters.is_floating_point() and masters.itemsize == 1:
-        masters = masters.float()  # fp8 is not asked itself
-    return bool(torch.isfinite(masters).all())
+    numbers = values.view(getattr(torch, chunk.dtype))
+    if numbers.dtype not in (torch.float32, torch.float64):
+        numbers = numbers.float()
+    array = numbers.numpy()
+    return bool(np.isfinite(array.min()) and np.isfinite(array.max()))
 
 
 def _bytes_of(values: Tensor) -> memoryview:
