@@ -151,7 +151,8 @@ def _of_tensor(label: str, tensor: TensorEntry) -> Iterator[str]:
     if any(size < 0 for size in tensor.shape) or len(tensor.shape) > 64:
         yield f"{label} has a shape that cannot be"
     for length, address, checksum in tensor.chunks:
-        if not 0 <= length * ITEM_BYTES[tensor.dtype] <= CHUNK_BYTES:
+        of_nothing = len(tensor.chunks) == 1 and length == 0
+        if not (of_nothing or 0 < length * ITEM_BYTES[tensor.dtype] <= CHUNK_BYTES):
             yield f"{label} has a chunk whose length cannot be"
         if not _ADDRESS.fullmatch(address) or not _CHECKSUM.fullmatch(checksum):
             yield f"{label} has a chunk whose address or checksum cannot be"

@@ -50,9 +50,10 @@ class VaultSave(Save):
         return RankRecord(finite=self._snapshot.finite, content=content)
 
     def undo(self) -> None:
-        """Remove this rank's packs."""
+        """Remove this rank's packs, unless the checkpoint has its name and the disk did not let it be taken back."""
         self._snapshot.end()
-        self._store.undo(self.facts.save_id, self.facts.rank)
+        if not self._has_its_name():
+            self._store.undo(self.facts.save_id, self.facts.rank)
 
     def describe(self, records: Sequence[RankRecord]) -> None:
         """Write `checkpoint.json` and read it back."""
@@ -80,6 +81,12 @@ class VaultSave(Save):
             document.metrics,
             document.finite,
         )
+
+    def _has_its_name(self) -> bool:
+        try:
+            return manifest.read_manifest(self.facts.final).save_id == self.facts.save_id
+        except CheckpointError:
+            return False
 
     def _manifest(self, records: Sequence[RankRecord]) -> Manifest:
         facts = self.facts
