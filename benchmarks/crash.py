@@ -1,4 +1,6 @@
-"""`KILLS=100 python -m benchmarks crash`: a run that saves every step, killed with SIGKILL at random moments.
+"""`KILLS=100 PLUGIN=vault python -m benchmarks crash`: a run that saves every step, killed with SIGKILL at random moments.
+
+PLUGIN is `dcp` or `vault`, which writes the checkpoints; without it, each in turn.
 
 After each kill every checkpoint that is found must be whole, and none may be gone that was there before. At the end the
 losses and weights must be those of a run that nobody killed. (A kill says nothing about what a disk had not written
@@ -35,24 +37,35 @@ LOADED = (
     "trainforge_plugins.hf.spec",
     "trainforge_plugins.resident.memory",
     "trainforge_plugins.text.data",
+    "trainforge_loongforge.vault.checkpoint",
+    "trainforge_loongforge.vault.gds",
 )
+PLUGINS = ("dcp", "vault")
 LONGEST_S = 0.5
 
 
 def main() -> None:
     """Kill, look, resume; exits with 1 when anything was lost."""
     kills, seed = int(os.environ.get("KILLS", "100")), int(os.environ.get("SEED", "0"))
+    asked = os.environ.get("PLUGIN")
+    plugins = PLUGINS if asked is None else (asked,)
     _import_all()
-    with tempfile.TemporaryDirectory() as folder:
-        outcome = crash(Path(folder), kills, random.Random(seed))
-    rows = [[name, value] for name, value in outcome.items()]
-    show("crash", f"{kills} times SIGKILL at a random moment (seed {seed})", ["what", "count"], rows)
-    if outcome["losses"] or outcome["differences"]:
+    outcomes = {}
+    for plugin in plugins:
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes[plugin] = crash(Path(folder), kills, random.Random(seed), plugin)
+    counts = list(outcomes[plugins[0]])
+    rows = [[name, *(outcomes[plugin][name] for plugin in plugins)] for name in counts]
+    title = f"{kills} times SIGKILL at a random moment (seed {seed})"
+    show("crash", title, ["what", *(f"count, {plugin}" for plugin in plugins)], rows)
+    if any(outcome["losses"] or outcome["differences"] for outcome in outcomes.values()):
         sys.exit(1)
 
 
-def crash(folder: Path, kills: int, chance: random.Random) -> dict[str, int]:
+def crash(folder: Path, kills: int, chance: random.Random, plugin: str = "dcp") -> dict[str, int]:
     """Kill a run that often, then let it end, and compare it with one that was not killed.
+
+    `plugin` writes its checkpoints.
 
     Returns:
         kills; losses (kills after which a checkpoint was damaged or gone); resumes (starts that went on from a
@@ -64,26 +77,27 @@ def crash(folder: Path, kills: int, chance: random.Random) -> dict[str, int]:
     for number in range(kills):
         counts["resumes"] += _newest(run_dir) is not None
         saves_first = number % 4 != 3  # one in four is killed while it starts, on a slow machine
-        before = _kill_once(recipe, run_dir, chance.uniform(0.0, LONGEST_S), saves_first)
+        before = _kill_once(recipe, run_dir, chance.uniform(0.0, LONGEST_S), saves_first, plugin)
         counts["unfinished"] += any(run_dir.glob("checkpoints/.*"))  # before verifying, which cleans up
         counts["losses"] += bool(_damaged(run_dir)) or (_newest(run_dir) or 0) < before
     steps = (_newest(run_dir) or 0) + 3
-    _in_child(lambda: _train(recipe, run_dir, 3), folder / "log.txt")
-    _in_child(lambda: _train(recipe, folder / "whole", steps, save_every=steps), folder / "log.txt")
+    _in_child(lambda: _train(recipe, run_dir, 3, plugin), folder / "log.txt")
+    _in_child(lambda: _train(recipe, folder / "whole", steps, plugin, save_every=steps), folder / "log.txt")
     differences = _differences(_result(run_dir), _result(folder / "whole"), missing=kills)
     return counts | {"steps": steps, "differences": differences}
 
 
-def _kill_once(recipe: Path, run_dir: Path, seconds: float, saves_first: bool) -> int:
+def _kill_once(recipe: Path, run_dir: Path, seconds: float, saves_first: bool, plugin: str) -> int:
     """Start the run, kill it some seconds later; gives the newest step that was committed just before.
 
     Args:
         recipe, run_dir: the run.
         seconds: the time since its start, or since its first save.
         saves_first: whether it is left alone until it has saved.
+        plugin: what writes its checkpoints.
     """
     log, old = run_dir.parent / "log.txt", _newest(run_dir)
-    child = _fork(lambda: _train(recipe, run_dir, None), log)
+    child = _fork(lambda: _train(recipe, run_dir, None, plugin), log)
     while saves_first and _newest(run_dir) == old and not _has_ended(child):
         time.sleep(0.005)
     time.sleep(seconds)
@@ -123,11 +137,15 @@ def _fork(work: Callable[[], int], log: Path) -> int:
     os._exit(code)
 
 
-def _train(recipe: Path, run_dir: Path, max_steps: int | None, save_every: int = 1) -> int:
+def _train(recipe: Path, run_dir: Path, max_steps: int | None, plugin: str, save_every: int = 1) -> int:
     import trainforge
 
     return trainforge.run(
-        recipe, run_dir=run_dir, max_steps=max_steps, overrides=[f"train.save_every={save_every}"]
+        recipe,
+        run_dir=run_dir,
+        max_steps=max_steps,
+        plugins=[plugin],
+        overrides=[f"train.save_every={save_every}"],
     )
 
 

@@ -14,11 +14,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_twenty_kills_of_a_run_that_saves_every_step(tmp_path: Path):
+@pytest.mark.parametrize("plugin", ["dcp", "vault"])
+def test_twenty_kills_of_a_run_that_saves_every_step(tmp_path: Path, plugin: str):
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks", "crash"],
         cwd=ROOT,
-        env=os.environ | {"KILLS": "20", "TRAINFORGE_BENCH_DIR": str(tmp_path)},
+        env=os.environ | {"KILLS": "20", "PLUGIN": plugin, "TRAINFORGE_BENCH_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
