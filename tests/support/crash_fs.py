@@ -9,6 +9,7 @@ system: POSIX promises no order between what was not synced.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import random
 import threading
@@ -43,13 +44,17 @@ class Recorder:
 
     Attributes:
         log: the operations so far.
-        refused: the numbers of operations (removals are not counted) that fail with ENOSPC.
+        refused: the numbers of operations (removals are not counted) that fail.
+        code: with which error.
+        most: how many bytes a write takes at most, where the program writes without a buffer.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.log: list[Op] = []
         self.refused: range = range(0)
+        self.code = errno.ENOSPC
+        self.most = 2**62
         self.asked = 0
         self._names: dict[Path, int] = {root: 0}
         self._next = 1
@@ -122,7 +127,7 @@ class Recorder:
     def _ask(self) -> None:
         self.asked += 1
         if self.asked in self.refused:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(self.code, os.strerror(self.code))
 
     def _link(self, path: Path, *, folder: bool) -> None:
         self._names[path] = self._next
@@ -155,6 +160,8 @@ class _Watched:
     def write(self, data: Any) -> int:
         self._recorder._ask()
         content = bytes(data)
+        if isinstance(self._file, io.RawIOBase):  # who writes through a buffer never sees a short write
+            content = content[: self._recorder.most]
         written: int = self._file.write(content)
         self._recorder.log.append(Op("write", self._node, at=self._at, data=content[:written]))
         self._at += written
