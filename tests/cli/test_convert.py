@@ -283,4 +283,4 @@ def test_it_needs_a_few_chunks_of_ram(tmp_path: Path):
 
     child("save")
     for to in ("vault", "dcp"):
-        assert int(child(to)) < 350
+        assert int(child(to)) < 450
