@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -344,6 +345,26 @@ def test_help_of_every_command_imports_nothing_slow():
         "    assert not slow & set(sys.modules), (name, slow & set(sys.modules))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_listing_checkpoints_that_are_all_in_their_folders_loads_no_plugin(tmp_path: Path):
+    for step in (1, 2):
+        checkpoint(tmp_path, step)
+    code = (
+        "import sys\nfrom click.testing import CliRunner\nfrom trainforge.cli import main\n"
+        f"result = CliRunner().invoke(main, ['checkpoints', {str(tmp_path)!r}])\n"
+        "assert result.stdout.splitlines()[-1].split()[0] == '2', result.output\n"
+        "slow = {'torch', 'trainforge_plugins'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"COLUMNS": "500"},
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from trainforge.cli import main
 from trainforge.runfolder import RunFolder
 from trainforge_loongforge.vault.saving import VaultSave
 from trainforge_plugins.dcp import saving
+from trainforge_plugins.dcp.checkpoint import DcpCheckpoint
 
 ROOT = Path(__file__).parents[2]
 DATA = "rank-00000.safetensors"
@@ -189,6 +192,26 @@ def test_a_full_disk_leaves_the_old_one(
     assert writers(folder) == {1: old, 2: old, 3: old}
     assert state_of(folder, 3) == before
     assert leftovers(folder) == []
+
+
+def test_ctrl_c_stops_it_and_leaves_the_old_one(half: Path, monkeypatch: pytest.MonkeyPatch):
+    real, loads = DcpCheckpoint._load_range, []
+
+    def interrupted(self: DcpCheckpoint, *asked: Any) -> None:
+        real(self, *asked)
+        loads.append(asked[1])
+        if len(loads) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+
+    monkeypatch.setattr(DcpCheckpoint, "_load_range", interrupted)
+    before = files(half / "checkpoints/step-00000003")
+    stopped = convert(half, "vault")
+    assert stopped.exit_code == 1
+    assert stopped.stderr == "error: stopped at once by Ctrl-C\n"
+    assert len(loads) < 10  # of 104
+    assert files(half / "checkpoints/step-00000003") == before
+    assert leftovers(half) == []
 
 
 def test_a_plugin_that_cannot_say_what_it_holds_is_named(half: Path, tmp_path: Path):
