@@ -210,7 +210,8 @@ def test_ctrl_c_stops_it_and_leaves_the_old_one(half: Path, monkeypatch: pytest.
     assert stopped.exit_code == 1
     assert stopped.stderr == "error: stopped at once by Ctrl-C\n"
     deadline = time.monotonic() + 20
-    while leftovers(half) and time.monotonic() < deadline:  # who writes in the background learns it at its next read
+    # who writes in the background learns of it at its next read
+    while leftovers(half) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert leftovers(half) == []
     assert len(loads) < 10  # of 104
