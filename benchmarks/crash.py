@@ -1,4 +1,4 @@
-"""`KILLS=100 PLUGIN=vault python -m benchmarks crash`: a run that saves every step, killed with SIGKILL at random moments.
+"""`KILLS=100 PLUGIN=vault python -m benchmarks crash`: a run that saves every step, killed with SIGKILL at any moment.
 
 PLUGIN is `dcp` or `vault`, which writes the checkpoints; without it, each in turn.
 

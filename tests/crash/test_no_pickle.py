@@ -18,6 +18,7 @@ import pickle, sys, _pickle
 from pathlib import Path
 import torch, transformers
 import trainforge, trainforge_plugins.dcp.checkpoint, trainforge_plugins.hf.spec, trainforge_plugins.text.data
+import trainforge_loongforge.vault.checkpoint, trainforge_loongforge.vault.gds
 import trainforge_plugins.hf.export
 from trainforge.checkpoints import list_checkpoints, verify_checkpoint
 from trainforge.context import SilentConsole
@@ -25,6 +26,7 @@ from trainforge.exporting import export_run
 from trainforge.sampling import sample_run
 
 recipe, run_dir, out = map(Path, sys.argv[1:4])
+plugins = sys.argv[4:]
 found, tried = [], []
 
 def hook(event, arguments):
@@ -46,7 +48,7 @@ for module, names in ((pickle, ("load", "loads", "Unpickler")), (_pickle, ("load
 
 (info,) = list_checkpoints(run_dir / "checkpoints")
 assert verify_checkpoint(info) == []
-assert trainforge.run(recipe, run_dir=run_dir) == 0
+assert trainforge.run(recipe, run_dir=run_dir, plugins=plugins) == 0
 digest = export_run(run_dir, out, SilentConsole())
 drawn = sample_run(run_dir, "the whale", SilentConsole(), tokens=3)
 print(f"exported {digest}, drew {drawn.tokens} tokens of step {drawn.step}")
@@ -61,11 +63,12 @@ except RuntimeError as error:
 
 
 @pytest.mark.slow
-def test_resume_verify_export_and_sample_read_no_pickle(tmp_path: Path):
+@pytest.mark.parametrize("plugin", ["dcp", "vault"])
+def test_resume_verify_export_and_sample_read_no_pickle(tmp_path: Path, plugin: str):
     recipe = write_recipe(tmp_path, train={"steps": 4})
-    run(recipe, tmp_path / "run", max_steps=2)
+    run(recipe, tmp_path / "run", max_steps=2, plugins=[plugin])
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, recipe, tmp_path / "run", tmp_path / "out"],
+        [sys.executable, "-c", PROGRAM, recipe, tmp_path / "run", tmp_path / "out", plugin],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
