@@ -30,8 +30,8 @@ class VaultSection(Section):
     )
     storage: Literal["auto", "gds", "posix"] = Field(
         "auto",
-        description="how bytes reach the disk. posix: past the page cache where the file system allows it; gds: through "
-        "KvikIO (GPUDirect Storage); auto: gds where it really goes directly",
+        description="how bytes reach the disk. posix: past the page cache where the file system allows it; gds: "
+        "through KvikIO (GPUDirect Storage); auto: gds where it really goes directly",
     )
     compress: bool = Field(
         False, description="compress new chunks (zstd) where that makes them smaller; weights hardly shrink"

@@ -235,8 +235,8 @@ class VaultCheckpoint(FolderCheckpoint):
             self._collect()
         except OSError as error:
             self._console.warn(
-                f"vault: no room can be made in {self._folder / PACKS} now ({error.strerror or error}); no checkpoint is "
-                "concerned, and the next save tries again"
+                f"vault: no room can be made in {self._folder / PACKS} now ({error.strerror or error}); no checkpoint "
+                "is concerned, and the next save tries again"
             )
 
     def _collect(self) -> int:
