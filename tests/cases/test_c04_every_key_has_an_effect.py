@@ -290,6 +290,13 @@ def test_vault_waits_for_others_as_long_as_said(tmp_path: Path):
         assert time.monotonic() - began > timeout
 
 
+@pytest.mark.parametrize("share", [1.5, -0.5])
+def test_a_share_of_ram_that_cannot_be_is_refused(tmp_path: Path, share: float):
+    recipe = write_recipe(tmp_path, vault={"copies": share})
+    with pytest.raises(ConfigError, match=f"vault.copies: must be .*, found {share}"):
+        run(recipe, tmp_path / "run", plugins=VAULT)
+
+
 def test_experts_are_computed_as_said(tmp_path: Path):
     mixture = MODEL | {
         "model_type": "qwen3_moe",

@@ -7,7 +7,7 @@ idea of Venti, Quinlan and Dorward 2002, and of backup programs such as restic.)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -36,7 +36,7 @@ class VaultSection(Section):
     compress: bool = Field(
         False, description="compress new chunks (zstd) where that makes them smaller; weights hardly shrink"
     )
-    copies: Literal["auto"] | float = Field(
+    copies: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = Field(
         "auto",
         description="share of free host RAM that may hold copies of state which the update overtakes while it is still "
         "being written, 0 to 1; the rest is waited for. auto: half",
