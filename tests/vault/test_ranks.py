@@ -137,6 +137,35 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path, monkey
     assert on_ranks(2, work) == [None, None]
 
 
+def test_a_disk_that_refuses_even_to_undo_is_told_with_the_first_reason(tmp_path, monkeypatch):
+    """Nobody waits until the timeout for a rank whose cleaning up has failed, too."""
+
+    real = Store.write
+
+    def refuse(self, save_id, rank, *args):
+        if rank == failing[0]:
+            raise OSError(5, "Input/output error")
+        return real(self, save_id, rank, *args)
+
+    def read_only(self, save_id, rank):
+        raise OSError(30, "Read-only file system")
+
+    failing = [0]
+    monkeypatch.setattr(Store, "write", refuse)
+    monkeypatch.setattr(Store, "undo", read_only)
+    for failing[0] in (0, 1):
+        began = time.monotonic()
+
+        def work(rank, comm):
+            stage = stage_in(tmp_path, rank=rank, world=2, comm=comm)
+            stage.save(1, {"m": keyed({})})
+            with pytest.raises(CheckpointError, match="Input/output error"):
+                stage.wait()
+
+        assert on_ranks(2, work) == [None, None]
+        assert time.monotonic() - began < 20
+
+
 def test_a_rank_that_never_writes_ends_the_save_within_the_timeout(tmp_path, monkeypatch):
     def absent(self, record):
         raise CheckpointError("given up")

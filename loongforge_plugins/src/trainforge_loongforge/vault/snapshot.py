@@ -252,13 +252,15 @@ class Snapshot:
             return all(piece.copy is not None or piece.state is _DONE for piece in pieces)
 
         with self._changed:
-            while not settled():
+            before = -1
+            while before < self._written and not settled():
                 before = self._written
-                if not self._changed.wait_for(lambda: settled() or self._written > before, _STUCK_S):  # noqa: B023
-                    raise CheckpointError(
-                        f"the update waits for a checkpoint of which nothing was written for {_STUCK_S:.0f} s: the "
-                        "disk hangs, or is far too slow; save less often (train.save_every)"
-                    )
+                self._changed.wait_for(lambda: settled() or self._written > before, _STUCK_S)  # noqa: B023
+            if not settled():
+                raise CheckpointError(
+                    f"the update waits for a checkpoint of which nothing was written for {_STUCK_S:.0f} s: the disk "
+                    "hangs, or is far too slow; save less often (train.save_every)"
+                )
 
     def _may_copy(self, piece: LivePiece) -> bool:
         """Claim a chunk for copying, unless it is being written or there is no room for one more copy."""

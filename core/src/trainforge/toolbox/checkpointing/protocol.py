@@ -7,6 +7,7 @@ fails makes the save fail everywhere, with its reason.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import time
@@ -135,13 +136,13 @@ class Save(ABC):
         try:
             return self.write(facts.chunks_of(facts.rank))
         except OSError as error:
-            self.undo()  # first, so that the free bytes are told that a person really has
+            self._undo()  # first, so that the free bytes are told that a person really has
             return RankRecord(error=str(room.disk_error(error, facts.folder, facts.bytes)))
         except CheckpointError as error:
-            self.undo()
+            self._undo()
             return RankRecord(error=str(error))
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            self.undo()
+            self._undo()
             return RankRecord(error=f"{type(error).__name__}: {error}")
 
     def _commit(self, own: RankRecord) -> None:
@@ -180,6 +181,8 @@ class Save(ABC):
         failed = facts.temporary / _FAILED
         try:
             write_durably(self._record_path(facts.rank), own.model_dump_json().encode())
+        except FileNotFoundError:
+            self._remove_own()  # rank 0 has given up and made room meanwhile; it is about to say why
         except OSError as error:
             self._remove_own()
             if facts.temporary.exists():  # else rank 0 has given up already
@@ -192,7 +195,7 @@ class Save(ABC):
             self._remove_own()
             raise CheckpointError(RankRecord.model_validate_json(failed.read_bytes()).error)
         if not self._wait_for(facts.final.exists, _VISIBLE_S):
-            self.undo()
+            self._undo()
             raise self.given_up()
 
     def given_up(self) -> CheckpointError:
@@ -201,12 +204,18 @@ class Save(ABC):
 
     def _remove_own(self) -> None:
         """Give back what this rank wrote, perhaps after rank 0 had made room."""
-        self._record_path(self.facts.rank).unlink(missing_ok=True)
-        self.undo()
+        with contextlib.suppress(OSError):
+            self._record_path(self.facts.rank).unlink(missing_ok=True)
+        self._undo()
+
+    def _undo(self) -> None:
+        """Undo as far as the disk lets us: whoever comes here has a reason to tell, which must not be lost."""
+        with contextlib.suppress(OSError):
+            self.undo()
 
     def _give_up(self, reason: str) -> None:
         """Make room again; when others watch, leave them the reason."""
-        self.undo()
+        self._undo()
         temporary = self.facts.temporary
         if self.facts.world > 1 and temporary.exists():
             for path in temporary.iterdir():
