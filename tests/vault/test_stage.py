@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.vault.toys import (
 )
 
 from trainforge.errors import CheckpointError
+from trainforge.toolbox.checkpointing import folders
 from trainforge.toolbox.checkpointing.dtypes import ITEM_BYTES
 from trainforge_loongforge.vault import hashing
 from trainforge_loongforge.vault.packs import CHUNK_BYTES
@@ -314,3 +316,31 @@ def test_what_cannot_be_saved_is_named(tmp_path):
         stage.save(1, {"p": keyed({("v", "w"): torch.zeros(3, dtype=torch.complex64)})})
     stage.save(2, {"p": keyed({("v", "w"): torch.zeros(3)})})
     stage.close()
+
+
+def test_what_has_its_name_keeps_its_chunks(tmp_path, monkeypatch):
+    """The disk fails just after the rename, and refuses to take it back: a committed name never stands for nothing."""
+    stage, tensors = stage_in(tmp_path), {("v", "w"): torch.randn(100)}
+    final, rename, fsync = step_path(tmp_path, 1), Path.rename, folders.fsync_folder
+
+    def one_way(self, target):
+        if self == final:
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    def failing(path):
+        if path == final.parent and final.exists():
+            raise OSError(5, "Input/output error")
+        fsync(path)
+
+    monkeypatch.setattr(Path, "rename", one_way)
+    monkeypatch.setattr(folders, "fsync_folder", failing)
+    stage.save(1, {"p": keyed(tensors)})
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        stage.wait()
+    monkeypatch.undo()
+    assert final.exists()
+    assert stage.verify(final) == []
+    stage.save(2, {"p": keyed(tensors)})
+    stage.wait()
+    assert [stage.verify(step_path(tmp_path, step)) for step in (1, 2)] == [[], []]

@@ -60,9 +60,8 @@ class VaultSave(Save):
         document = self._manifest(records)
         manifest.write_manifest(self.facts.temporary, document)
         back = manifest.read_manifest(self.facts.temporary)
-        if canonical(back.model_dump()) != canonical(
-            document.model_dump()
-        ):  # as text: NaN is not equal to itself
+        # as text: NaN is not equal to itself
+        if canonical(back.model_dump()) != canonical(document.model_dump()):
             raise CheckpointError(f"{self.facts.temporary / NAME} does not read back as it was written")
 
     def committed(self) -> CheckpointInfo:
