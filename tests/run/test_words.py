@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -12,17 +14,69 @@ from tests.support.processes import forge_run
 from trainforge.errors import CheckpointError
 
 
-def test_a_damaged_checkpoint_says_how_to_go_on(tmp_path):
-    recipe = write_recipe(tmp_path, train={"steps": 4, "save_every": 2})
-    assert run(recipe, tmp_path / "run").code == 0
-    damaged = next((tmp_path / "run/checkpoints/step-00000004").glob("*.safetensors"))
-    content = bytearray(damaged.read_bytes())
+def damaged(folder):
+    """A run of 4 steps whose newest checkpoint of two has lost a bit."""
+    recipe = write_recipe(folder, train={"steps": 4, "save_every": 2})
+    assert run(recipe, folder / "run").code == 0
+    file = next((folder / "run/checkpoints/step-00000004").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
     content[-1] ^= 1
-    damaged.write_bytes(content)
+    file.write_bytes(content)
+    return recipe
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_loudly(tmp_path, capsys):
+    recipe = damaged(tmp_path)
+    whole = (tmp_path / "run/summary.json").read_text()
+    capsys.readouterr()
+    again = run(recipe, tmp_path / "run")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "is damaged" in said
+    assert "Going back to step 2" in said
+    assert "the damaged checkpoint was set aside as" in said
+    assert "resumed from step 2 of 4" in said
+    assert again.summary["weights_digest"] == json.loads(whole)["weights_digest"]
+    assert len(list((tmp_path / "run/checkpoints").glob("abandoned-step-00000004-*"))) == 1
+    assert run(recipe, tmp_path / "run").code == 0  # and from then on it is as if nothing had been
+
+
+def test_two_ranks_pass_over_a_damaged_checkpoint_together(tmp_path):
+    recipe = damaged(tmp_path)
+    done = subprocess.run(
+        [*forge_run(recipe, tmp_path / "run"), "--nproc", "2"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "resumed from step 2 of 4" in done.stdout
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_says_how_to_go_on(tmp_path):
+    recipe = damaged(tmp_path)
     with pytest.raises(CheckpointError, match=r"--resume 2, or start over with --fresh"):
-        run(recipe, tmp_path / "run")
+        run(recipe, tmp_path / "run", resume=4)
     assert "error: " in (tmp_path / "run/log.txt").read_text().splitlines()[-1]
     assert run(recipe, tmp_path / "run", resume=2).summary["steps"] == 4
+
+
+def test_without_an_older_checkpoint_a_damaged_one_ends_the_run(tmp_path):
+    recipe = damaged(tmp_path)
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000002")
+    with pytest.raises(CheckpointError, match=r"is damaged .* start over with --fresh"):
+        run(recipe, tmp_path / "run")
+
+
+def test_a_checkpoint_that_does_not_say_what_it_is_is_passed_over_too(tmp_path, capsys):
+    recipe = damaged(tmp_path)
+    (tmp_path / "run/checkpoints/step-00000004/checkpoint.json").write_text("{")
+    capsys.readouterr()
+    assert run(recipe, tmp_path / "run").code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "has no usable checkpoint.json" in said
+    assert "It is passed over, and set aside as" in said
+    assert "resumed from step 2 of 4" in said
 
 
 def test_the_screen_says_first_what_is_run_and_where(tmp_path, capsys):

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,16 +40,42 @@ def checkpoints_folder(run_dir: Path) -> Path:
     return folder
 
 
-def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
+@dataclass(frozen=True)
+class Unreadable:
+    """A committed checkpoint that does not say what it is.
+
+    Attributes:
+        path: its folder.
+        about: what is wrong with it, the beginning of a sentence.
+    """
+
+    path: Path
+    about: str
+
+
+def list_checkpoints(folder: Path, unreadable: list[Unreadable] | None = None) -> list[CheckpointInfo]:
     """The committed checkpoints in `folder`, oldest step first; an empty list when it does not exist.
 
+    Args:
+        folder: of a run's checkpoints.
+        unreadable: takes those that cannot be read, which are left out then.
+
     Raises:
-        CheckpointError: a committed checkpoint has no readable checkpoint.json.
+        CheckpointError: a committed checkpoint has no readable checkpoint.json, and nobody takes that.
     """
     if not folder.is_dir():
         return []
     found = [(step, path) for path in folder.iterdir() if (step := is_checkpoint_name(path.name)) is not None]
-    return [_info(step, path) for step, path in sorted(found) if path.is_dir()]
+    infos = []
+    for step, path in sorted(found):
+        try:
+            if path.is_dir():
+                infos.append(_info(step, path))
+        except CheckpointError as error:
+            if unreadable is None:
+                raise CheckpointError(f"{error}: move it away") from error
+            unreadable.append(Unreadable(path, str(error)))
+    return infos
 
 
 def bring_back(folder: Path) -> None:
@@ -168,7 +195,7 @@ def _about(path: Path) -> dict[str, Any]:
         return facts
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise CheckpointError(
-            f"the checkpoint {path} has no usable checkpoint.json ({type(error).__name__}: {error}): move it away"
+            f"the checkpoint {path} has no usable checkpoint.json ({type(error).__name__}: {error})"
         ) from error
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainforge.blame import blaming
-from trainforge.checkpoints import build_reader, list_checkpoints, writer_reference
+from trainforge.checkpoints import Unreadable, build_reader, list_checkpoints, writer_reference
 from trainforge.errors import CheckpointError, ConfigError
 from trainforge.retention import newest_usable
+from trainforge.stages import is_checkpoint_name
 from trainforge.units import format_seconds
 
 if TYPE_CHECKING:
@@ -53,7 +54,12 @@ def find_checkpoint(ctx: Context, folder: RunFolder, options: RunOptions) -> Fou
 
 
 def _look(ctx: Context, folder: RunFolder, options: RunOptions) -> Found | None:
-    existing = list_checkpoints(folder.checkpoints)
+    unreadable: list[Unreadable] = []
+    existing = list_checkpoints(folder.checkpoints, unreadable)
+    if unreadable and not existing:
+        raise CheckpointError(f"{unreadable[0].about}: move it away")
+    for problem in unreadable:
+        ctx.console.warn(f"{problem.about}. It is passed over, and set aside as {set_aside(problem.path)}")
     wanted = [info for info in existing if options.resume in (None, info.step)]
     if options.resume is not None and not wanted:
         kept = ", ".join(str(info.step) for info in existing) or "none"
@@ -83,21 +89,49 @@ def set_later_aside(folder: RunFolder, step: int) -> list[Path]:
         Where they are now. They are complete, only no longer found as checkpoints.
     """
     moved = []
-    for info in list_checkpoints(folder.checkpoints):
-        if info.step > step:
-            target = info.path.with_name(f"abandoned-{info.path.name}-{time.time_ns()}")
-            info.path.rename(target)
-            moved.append(target)
+    for path in sorted(folder.checkpoints.iterdir()):
+        its = is_checkpoint_name(path.name)
+        if its is not None and its > step:
+            moved.append(set_aside(path))
     return moved
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint so that it is no longer found as one; gives where it is now."""
+    return path.rename(path.with_name(f"abandoned-{path.name}-{time.time_ns()}"))
 
 
 def resume(run: Run, found: Found) -> None:
     """Fill every part from the checkpoint, read by the plugin that wrote it.
 
+    One that turns out to be damaged is passed over for the next older one, loudly, unless its step was asked for.
+
     Raises:
-        CheckpointError: it cannot be read; says the way out.
+        CheckpointError: it cannot be read, nor any older one in its place; says the way out.
     """
     began = time.perf_counter()
+    passed_over = False
+    while True:
+        try:
+            _restore(run, found)
+            break
+        except CheckpointError as error:
+            older = _older(run, found) if run.options.resume is None else None
+            if older is None:
+                raise
+            run.console.warn(f"{error.__cause__ or error}. Going back to step {older.step}")
+            found, passed_over = older, True
+    assert run.state.step == found.step, "a checkpoint's folder name says its step"
+    run.resumed_from = found.step
+    if (passed_over or run.options.resume is not None) and run.ctx.rank == 0:
+        why = f"--resume {found.step}: a later checkpoint" if not passed_over else "the damaged checkpoint"
+        for path_aside in set_later_aside(run.folder, found.step):
+            run.console.note(f"{why} was set aside as {path_aside}; delete it when you like")
+    took = format_seconds(time.perf_counter() - began)
+    run.console.note(f"resumed from step {found.step} of {run.steps} in {took}: {found.path}")
+
+
+def _restore(run: Run, found: Found) -> None:
     with _reader(run, found) as reader, blaming(run.ctx, found.writer, "checkpoint", f"reading {found.path}"):
         try:
             reader.restore(run.parts, Path(found.path))
@@ -107,15 +141,22 @@ def resume(run: Run, found: Found) -> None:
             ) from error
         except CheckpointError as error:
             raise CheckpointError(f"{error}{_other_optimizer(run)}{_way_out(run, found.step)}") from error
-    assert run.state.step == found.step, "a checkpoint's folder name says its step"
-    run.resumed_from = found.step
-    if run.options.resume is not None and run.ctx.rank == 0:
-        for path_aside in set_later_aside(run.folder, found.step):
-            run.console.note(
-                f"--resume {found.step}: a later checkpoint was set aside as {path_aside}; delete it when you like"
-            )
-    took = format_seconds(time.perf_counter() - began)
-    run.console.note(f"resumed from step {found.step} of {run.steps} in {took}: {found.path}")
+
+
+def _older(run: Run, found: Found) -> Found | None:
+    """The checkpoint to take instead of one that is damaged; None when there is none, or it is not damaged at all."""
+    older = None
+    if run.ctx.rank == 0:
+        with _reader(run, found) as reader:
+            damaged = reader.verify(Path(found.path))
+        readable = list_checkpoints(run.folder.checkpoints, [])
+        known = [info for info in readable if info.step < found.step]
+        info = newest_usable(known) if damaged else None
+        if info is not None:
+            reference = writer_reference(run.folder.path, info.writer)
+            older = Found(info.step, str(info.path), info.writer, reference)
+    facts = run.ctx.comm.gather(None if older is None else asdict(older))[0]
+    return None if facts is None else Found(**facts)
 
 
 def _other_optimizer(run: Run) -> str:
@@ -134,7 +175,7 @@ def _other_optimizer(run: Run) -> str:
 
 def _way_out(run: Run, step: int) -> str:
     """What a person can do when the checkpoint of `step` cannot be used."""
-    earlier = [info.step for info in list_checkpoints(run.folder.checkpoints) if info.step < step]
+    earlier = [info.step for info in list_checkpoints(run.folder.checkpoints, []) if info.step < step]
     back = f"go back to an earlier checkpoint with --resume {earlier[-1]}, or " if earlier else ""
     return f". Nothing was changed: {back}start over with --fresh"
 
