@@ -151,6 +151,19 @@ def test_a_checkpoint_that_may_get_its_name_back_keeps_its_chunks(tmp_path, asid
     assert kept(tmp_path) == [(2, 2), (3, 3)]
 
 
+def test_a_damaged_one_that_was_set_aside_does_not_fill_the_disk(tmp_path):
+    stage = vault(tmp_path, keep=9)
+    for step in (1, 2):
+        save(stage, step)
+    stage.close()
+    folder = tmp_path / "checkpoints"
+    (folder / "step-00000002/checkpoint.json").write_bytes(b"{}")
+    (folder / "step-00000002").rename(folder / "abandoned-step-00000002-1")
+    vault(tmp_path, keep=9).close()
+    assert leftovers(tmp_path) == ["abandoned-step-00000002-1"]
+    assert kept(tmp_path) == [(1, 1)]
+
+
 def test_at_every_moment_of_saves_of_two_ranks(monkeypatch, recorder, place):
     """Ranks write at the same time; a checkpoint of theirs is read by one."""
 

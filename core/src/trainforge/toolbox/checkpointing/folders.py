@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from trainforge.sections import TrainSection
 
 _TEMPORARY, _TRASH = ".tmp-", (".trash-", ".removing-")
-_ASIDE = "abandoned-"
+ASIDE = "abandoned-"
+"""What the name of a checkpoint begins with that a run has set aside."""
 
 
 def temporary_folder(folder: Path, step: int, save_id: str) -> Path:
@@ -126,7 +127,7 @@ def clean(folder: Path) -> int:
 
 def holds_checkpoint(name: str) -> bool:
     """Whether a folder of that name is a checkpoint, or one that may get its name back."""
-    return is_checkpoint_name(name) is not None or name.startswith((REPLACED, _ASIDE))
+    return is_checkpoint_name(name) is not None or name.startswith((REPLACED, ASIDE))
 
 
 def fsync_folder(path: Path) -> None:
