@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _MOST_PIECES = 512  # of one batch, when they are tiny
 _LARGE_BYTES = CHUNK_BYTES // 2  # so that a batch has at most two pieces open
 _ZSTD_LEVEL = 1
-_NICE = 10  # a tenth of a core, beside a thread that wants all of it
+_NICE = (
+    5  # a quarter of a core beside a thread that wants all of it: an update may have to wait for these, too
+)
 
 
 @dataclass(frozen=True, slots=True)

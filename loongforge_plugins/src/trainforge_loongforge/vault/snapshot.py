@@ -21,12 +21,14 @@ from torch import Tensor
 from trainforge.errors import CheckpointError
 from trainforge.toolbox.checkpointing.layout import Chunk, Held, split_name
 from trainforge.toolbox.host_memory import HostMemory
+from trainforge_loongforge.vault.copying import Helpers, copy_bytes
 from trainforge_loongforge.vault.hashing import Ref
 from trainforge_loongforge.vault.packs import CHUNK_BYTES
 
 _WAITING, _COPYING, _COPIED, _OPEN, _DONE = "waiting", "copying", "copied", "open", "done"
 _STUCK_S = 600.0
 _SLAB_CHUNKS = 16  # so many buffers are made at a time
+_ALONE_BYTES = 2 * CHUNK_BYTES  # up to here one thread copies
 SMALL_BYTES = 2**16  # up to here memory is asked for when it is needed
 
 
@@ -35,6 +37,7 @@ class Buffers:
 
     Attributes:
         made: how many there are, in use or not.
+        helpers: threads that help to fill them.
     """
 
     def __init__(self) -> None:
@@ -42,7 +45,7 @@ class Buffers:
         self._free: list[Tensor] = []
         self._lock = threading.Lock()
         self._closed = False
-        self.made = 0
+        self.made, self.helpers = 0, Helpers()
 
     def take(self, size: int = CHUNK_BYTES) -> Tensor:
         """A buffer of at least `size` bytes."""
@@ -72,6 +75,7 @@ class Buffers:
     def close(self) -> None:
         """Give the memory back; none is made any more."""
         self._closed = True
+        self.helpers.close()
         with self._lock:
             self._free.clear()
 
@@ -127,6 +131,10 @@ class LivePiece:
 
     def read_into(self, out: Tensor) -> None:
         """Copy its bytes; complete when this returns."""
+        values = self._as_it_lies()
+        if values is not None:
+            copy_bytes(out, values)
+            return
         start = self.chunk.offset - self.held.offset
         self.held.named.read(start, out.view(getattr(torch, self.chunk.dtype)))
         if self.held.named.tensor.device.type not in ("cpu", "meta"):  # meta: it was read from a checkpoint
@@ -239,9 +247,11 @@ class Snapshot:
         if not pieces:
             return
         began = time.perf_counter()
-        for piece in pieces:
-            if self._may_copy(piece):
-                self._copy(piece)
+        if sum(piece.nbytes for piece in pieces) > _ALONE_BYTES:
+            self.buffers.helpers.run(self._copy_if_it_may, pieces)
+        else:
+            for piece in pieces:
+                self._copy_if_it_may(piece)
         self._wait_for(pieces)
         self.delayed_s += time.perf_counter() - began
 
@@ -261,6 +271,10 @@ class Snapshot:
                     f"the update waits for a checkpoint of which nothing was written for {_STUCK_S:.0f} s: the disk "
                     "hangs, or is far too slow; save less often (train.save_every)"
                 )
+
+    def _copy_if_it_may(self, piece: LivePiece) -> None:
+        if self._may_copy(piece):
+            self._copy(piece)
 
     def _may_copy(self, piece: LivePiece) -> bool:
         """Claim a chunk for copying, unless it is being written or there is no room for one more copy."""
