@@ -617,7 +617,7 @@ def test_kvikio_moves_whole_blocks(kvikio, tmp_path, wanted):
         ({("open", 0)}, 4),
         ({("write", number) for number in range(9)}, 4),
     ],
-    ids=str,
+    ids=["first", "two", "half of one", "open", "all"],
 )
 def test_writes_that_kvikio_fails_are_done_by_posix_and_counted(kvikio, tmp_path, fails, retried):
     store = Storage.choose("gds", tmp_path)
@@ -630,7 +630,9 @@ def test_writes_that_kvikio_fails_are_done_by_posix_and_counted(kvikio, tmp_path
 
 
 @pytest.mark.parametrize(
-    "fails", [{("read", 0)}, {("read", 1)}, {("read", 1, "half"), ("read", 2)}, {("open", 0)}], ids=str
+    "fails",
+    [{("read", 0)}, {("read", 1)}, {("read", 1, "half"), ("read", 2)}, {("open", 0)}],
+    ids=["first", "second", "two, one half done", "open"],
 )
 def test_reads_that_kvikio_fails_are_done_by_posix_and_counted(kvikio, tmp_path, fails):
     store = Storage.choose("gds", tmp_path)

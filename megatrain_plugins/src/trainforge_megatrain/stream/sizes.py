@@ -210,9 +210,13 @@ def _activations(units: Sequence[Unit], sizes: Sizes) -> dict[str, int]:
 
 
 def _loss(sizes: Sizes) -> int:
-    """`chunked_loss`: logits, their gradient, log-probabilities; or, later, the chunk's gradient of the head."""
+    """`chunked_loss`: logits, and what the softmax or the head's products have beside them; and the head's gradient.
+
+    Softmax in fp32 of narrower logits copies them first; afterwards the log-probabilities meet the logits' gradient.
+    """
     logits = sizes.chunk * sizes.vocab
-    softmax = logits * (2 * sizes.compute + 4)
+    copied = 4 if sizes.compute < 4 else 0
+    softmax = logits * (sizes.compute + 4 + max(copied, sizes.compute))
     head = logits * 2 * sizes.compute + sizes.head * sizes.compute
     return max(softmax, head) + 4 * sizes.head
 

@@ -28,7 +28,7 @@ def write_sealed(path: Path, document: dict[str, Any]) -> None:
         CheckpointError: it does not consist of JSON types.
     """
     try:
-        content = canonical({**document, "checksum": _checksum(document)})
+        content = _sealed(document)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the plain data of a part cannot be written as JSON: {error}") from error
     write_durably(path, content)
@@ -50,8 +50,8 @@ def read_sealed(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     try:
         document: dict[str, Any] = json.loads(content)
-        stated = document.pop("checksum")
-        sound = stated == _checksum(document) and canonical({**document, "checksum": stated}) == content
+        del document["checksum"]
+        sound = _sealed(document) == content
     except (ValueError, RecursionError, AttributeError, TypeError, KeyError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged: it is not the JSON that was written") from error
     if not sound:
@@ -74,5 +74,12 @@ def canonical(document: dict[str, Any]) -> bytes:
     return (json.dumps(document, indent=1) + "\n").encode()
 
 
-def _checksum(document: dict[str, Any]) -> str:
-    return str(xxhash.xxh3_128_hexdigest(canonical(document)))
+def _sealed(document: dict[str, Any]) -> bytes:
+    """The bytes of a document with its checksum, which is its last field; serialized once, since it may be large."""
+    content = canonical(document)
+    checksum = xxhash.xxh3_128_hexdigest(content)
+    comma = "," if document else ""
+    return (
+        content.removesuffix(b"\n}\n" if document else b"}\n")
+        + f'{comma}\n "checksum": "{checksum}"\n}}\n'.encode()
+    )
