@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trainforge.toolbox.checkpointing.finite import is_finite
 from trainforge_loongforge.vault.copying import Helpers, copy_bytes
 from trainforge_loongforge.vault.hashing import give_way
 from trainforge_loongforge.vault.packs import CHUNK_BYTES
-from trainforge_loongforge.vault.snapshot import SMALL_BYTES, Buffers, _is_finite
+from trainforge_loongforge.vault.snapshot import SMALL_BYTES, Buffers
 
 
 @pytest.fixture
@@ -111,13 +112,13 @@ def test_one_master_that_is_not_finite_is_seen(dtype, bad, place):
     values = values.to(getattr(torch, dtype))
     expected = bool(values.double().isfinite().all())  # float8_e4m3fn has no infinity
     chunk = SimpleNamespace(tensor="memory/master/w", dtype=dtype)
-    assert _is_finite(values.view(torch.uint8), chunk) is expected
-    assert _is_finite(values.view(torch.uint8), SimpleNamespace(tensor="memory/exp_avg/w", dtype=dtype))
+    assert is_finite(values.view(torch.uint8), chunk) is expected
+    assert is_finite(values.view(torch.uint8), SimpleNamespace(tensor="memory/exp_avg/w", dtype=dtype))
 
 
 def test_no_master_at_all_is_finite():
     empty = torch.empty(0, dtype=torch.uint8)
-    assert _is_finite(empty, SimpleNamespace(tensor="memory/master/w", dtype="float32"))
+    assert is_finite(empty, SimpleNamespace(tensor="memory/master/w", dtype="float32"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux only")

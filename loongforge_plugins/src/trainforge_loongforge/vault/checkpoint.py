@@ -69,7 +69,7 @@ class VaultCheckpoint(FolderCheckpoint):
     def _begin(self, ctx: Context) -> None:
         if self._rank == 0:
             reason = f" ({self._storage.reason})" if self._storage.reason else ""
-            ctx.console.log(f"vault: packs are written in mode {self._storage.mode}{reason}")
+            ctx.console.note(f"vault: packs are written in mode {self._storage.mode}{reason}")
             if self._folder.is_dir():
                 with locked(self._folder, self._timeout):
                     self._collect_or_say()

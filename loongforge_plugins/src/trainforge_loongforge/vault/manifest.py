@@ -79,6 +79,7 @@ class Manifest(_Record):
         bytes: of the state, as it would take if nothing were shared.
         new_bytes: that its save wrote, as stored.
         versions: of what wrote it, by name.
+        plan: xxh3-128 of the run's plan.json, in hexadecimal; empty where there was none.
     """
 
     step: int
@@ -92,6 +93,7 @@ class Manifest(_Record):
     bytes: int
     new_bytes: int
     versions: dict[str, str] = {}
+    plan: str = ""
     parts: dict[str, PartEntry]
 
     def tensors(self) -> Iterator[tuple[str, TensorEntry]]:

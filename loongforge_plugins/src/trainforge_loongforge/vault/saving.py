@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
+
+import xxhash
 
 from trainforge.errors import CheckpointError
 from trainforge.stages import CheckpointInfo
@@ -111,9 +114,18 @@ class VaultSave(Save):
             finite=all(record.finite for record in records),
             bytes=facts.bytes,
             new_bytes=sum(record.content["new_bytes"] for record in records),
+            plan=_plan_digest(facts.folder.parent),
             versions={name: version(name) for name in ("trainforge", "trainforge-loongforge", "torch")},
             parts={
                 part: PartEntry(version=number, data=data, tensors=tuple(tensors[part]))
                 for part, (number, data) in facts.parts.items()
             },
         )
+
+
+def _plan_digest(run_dir: Path) -> str:
+    """Of the plan that the run was started with last: which plugins, which versions, which recipe."""
+    try:
+        return xxhash.xxh3_128_hexdigest((run_dir / "plan.json").read_bytes())
+    except OSError:
+        return ""

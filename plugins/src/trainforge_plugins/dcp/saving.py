@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from trainforge.errors import CheckpointError
 from trainforge.stages import CheckpointInfo
 from trainforge.toolbox.checkpointing import folders
 from trainforge.toolbox.checkpointing.documents import NAME
+from trainforge.toolbox.checkpointing.finite import is_finite
 from trainforge.toolbox.checkpointing.layout import Chunk, split_name
 from trainforge.toolbox.checkpointing.protocol import RankRecord, Save, SaveFacts
 from trainforge_plugins.dcp import manifest
@@ -71,7 +71,7 @@ class DcpSave(Save):
     def _finite(self, chunks: Sequence[Chunk]) -> bool:
         """Whether the masters that this rank writes are finite; on the snapshot, chunk by chunk."""
         return all(
-            bool(torch.isfinite(self._copies[place]).all())
+            is_finite(self._copies[place], chunk)
             for place, chunk in enumerate(chunks)
             if split_name(chunk.tensor)[1] == "master"
         )
