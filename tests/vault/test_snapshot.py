@@ -239,6 +239,27 @@ def the_writer_waits_for_a_copy_in_the_making(module: Any, patience_s: float) ->
     assert found == world.truth[world.snapshot.pieces.index(piece)]
 
 
+def the_writer_opens_nothing_while_an_update_copies(module: Any, patience_s: float) -> None:
+    """Hashing would take the cores that the copies need; afterwards it goes on."""
+    world = World(module, most_copies=1000)
+    gate = Gate(world.pieces_of("a")[0])
+    updater = Running(lambda: world.update("a"))
+    assert gate.reached.wait(patience_s)
+    other = world.pieces_of("b")[0]
+
+    def open_other() -> bytes:
+        with other.opened() as data:
+            return bytes(data)
+
+    writer = Running(open_other)
+    early = not writer.waits()
+    gate.open.set()
+    updater.ended(patience_s)
+    found = writer.ended(patience_s)
+    assert not early
+    assert found == world.truth[world.snapshot.pieces.index(other)]
+
+
 def the_update_waits_for_what_is_open(module: Any, patience_s: float) -> None:
     """However much may be copied: what is being written is not copied, and not changed either."""
     world = World(module, most_copies=1000)
@@ -298,6 +319,7 @@ def the_end_of_a_failed_save_lets_everybody_go(module: Any, patience_s: float) -
 
 
 SCENARIOS = (
+    the_writer_opens_nothing_while_an_update_copies,
     the_writer_waits_for_a_copy_in_the_making,
     the_update_waits_for_what_is_open,
     the_update_waits_for_its_turn_without_copies,

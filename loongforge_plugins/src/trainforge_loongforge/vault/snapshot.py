@@ -188,6 +188,7 @@ class Snapshot:
     delayed_s: float = 0.0
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _copies: int = 0
+    _overtaking: int = 0  # updates that are copying
     _written: int = 0
     _by_name: dict[str, list[LivePiece]] = field(default_factory=dict)
 
@@ -209,9 +210,8 @@ class Snapshot:
     def open(self, piece: LivePiece) -> Tensor | None:
         """Claim a chunk for writing; gives its copy when there is one."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: piece.state is not _COPYING
-            )  # else the update would change what is read
+            # While it is copied, for else the update would change what is read; and see `_writer_at_rest`.
+            self._changed.wait_for(lambda: piece.state is not _COPYING and not self._overtaking)
             copy = piece.copy
             piece.state = _OPEN
             return None if copy is None else copy[: piece.nbytes]
@@ -247,13 +247,26 @@ class Snapshot:
         if not pieces:
             return
         began = time.perf_counter()
-        if sum(piece.nbytes for piece in pieces) > _ALONE_BYTES:
-            self.buffers.helpers.run(self._copy_if_it_may, pieces)
-        else:
-            for piece in pieces:
-                self._copy_if_it_may(piece)
+        with self._writer_at_rest():
+            if sum(piece.nbytes for piece in pieces) > _ALONE_BYTES:
+                self.buffers.helpers.run(self._copy_if_it_may, pieces)
+            else:
+                for piece in pieces:
+                    self._copy_if_it_may(piece)
         self._wait_for(pieces)
         self.delayed_s += time.perf_counter() - began
+
+    @contextmanager
+    def _writer_at_rest(self) -> Iterator[None]:
+        """Meanwhile the writer opens no chunk: an update waits for the copies, and hashing would take their cores."""
+        with self._changed:
+            self._overtaking += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._overtaking -= 1
+                self._changed.notify_all()
 
     def _wait_for(self, pieces: Sequence[LivePiece]) -> None:
         """Wait until each is copied or written, for as long as some chunk is written now and then."""
@@ -299,8 +312,7 @@ class Snapshot:
                     piece.copy, piece.state = buffer, _COPIED
                 elif piece.state is _COPYING:
                     piece.state = _WAITING
-                self._copies -= not kept
-                self._changed.notify_all()
+                self._copies -= not kept  # `_writer_at_rest` wakes whoever waits for it
             if buffer is not None and not kept:
                 self.buffers.give_back(buffer)
 
