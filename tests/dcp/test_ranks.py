@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from tests.dcp.toys import Toy, checkpoint, names, on_ranks
 
-from trainforge.errors import CheckpointError
+from trainforge.errors import CheckpointError, ConfigError
 from trainforge.stages import Extent
 from trainforge.toolbox.checkpointing.layout import plan_chunks
 from trainforge_plugins.dcp import saving
@@ -139,6 +140,30 @@ def test_what_fails_on_one_rank_fails_on_all_with_its_reason(tmp_path, monkeypat
     assert on_ranks(2, work) == [None, None]
     checkpoint(tmp_path)
     assert names(tmp_path) == ["step-00000002"]
+
+
+def test_a_rank_that_cannot_take_its_snapshot_is_told_to_who_waits_for_its_part(tmp_path, monkeypatch):
+    real, began = DcpCheckpoint._save_of, time.monotonic()
+
+    def refuse(self, facts, held):
+        if facts.rank == 1:
+            raise ConfigError("0.3 GiB of host RAM cannot be page-locked")
+        return real(self, facts, held)
+
+    monkeypatch.setattr(DcpCheckpoint, "_save_of", refuse)
+
+    def work(rank, comm):
+        stage = checkpoint(tmp_path, rank=rank, world=2, comm=comm, timeout=30)
+        stage.save(1, {"m": shard(rank, 2, TRUTH)})
+        stage.wait()
+
+    first, second = on_ranks(2, work)
+    assert isinstance(first, CheckpointError)
+    assert str(first) == "rank 1: 0.3 GiB of host RAM cannot be page-locked"
+    assert isinstance(second, ConfigError)
+    assert time.monotonic() - began < 20
+    checkpoint(tmp_path)
+    assert names(tmp_path) == []
 
 
 def test_a_rank_that_cannot_see_the_folder_is_named(tmp_path, monkeypatch):

@@ -12,14 +12,14 @@ import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from trainforge.errors import CheckpointError
+from trainforge.errors import CheckpointError, TrainForgeError
 from trainforge.stages import CheckpointInfo, checkpoint_name
 from trainforge.toolbox.checkpointing import folders, room
 from trainforge.toolbox.checkpointing.documents import write_durably
@@ -91,6 +91,19 @@ class SaveFacts:
         )
 
 
+@contextlib.contextmanager
+def telling_others(facts: SaveFacts) -> Iterator[None]:
+    """What fails in here keeps this rank from writing: rank 0 hears why, and does not wait for its part."""
+    try:
+        yield
+    except BaseException as error:
+        if facts.rank:
+            record = RankRecord(error=_worded(error))
+            with contextlib.suppress(OSError):  # then rank 0 waits, as for a rank that was killed
+                write_durably(_record_path(facts, facts.rank), record.model_dump_json().encode())
+        raise
+
+
 class Save(ABC):
     """A save in flight on one rank. A format says how data and document are written."""
 
@@ -138,12 +151,9 @@ class Save(ABC):
         except OSError as error:
             self._undo()  # first, so that the free bytes are told that a person really has
             return RankRecord(error=str(room.disk_error(error, facts.folder, facts.bytes)))
-        except CheckpointError as error:
-            self._undo()
-            return RankRecord(error=str(error))
         except Exception as error:  # whatever it is, the other ranks must hear of it
             self._undo()
-            return RankRecord(error=f"{type(error).__name__}: {error}")
+            return RankRecord(error=_worded(error))
 
     def _commit(self, own: RankRecord) -> None:
         facts = self.facts
@@ -228,7 +238,7 @@ class Save(ABC):
         shutil.rmtree(temporary, ignore_errors=True)
 
     def _record_path(self, rank: int) -> Path:
-        return self.facts.temporary / f"rank-{rank:05d}.json"
+        return _record_path(self.facts, rank)
 
     def _wait_for(self, condition: Callable[[], bool], limit: float | None = None) -> bool:
         """Poll until the condition holds; False when it takes longer than the limit (or the process is ending)."""
@@ -243,3 +253,12 @@ class Save(ABC):
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
         return True
+
+
+def _record_path(facts: SaveFacts, rank: int) -> Path:
+    return facts.temporary / f"rank-{rank:05d}.json"
+
+
+def _worded(error: BaseException) -> str:
+    """An error as another rank tells it."""
+    return str(error) if isinstance(error, TrainForgeError) else f"{type(error).__name__}: {error}"

@@ -39,7 +39,7 @@ from trainforge.toolbox.checkpointing.layout import (
     plan_chunks,
     state_bytes,
 )
-from trainforge.toolbox.checkpointing.protocol import Save, SaveFacts
+from trainforge.toolbox.checkpointing.protocol import Save, SaveFacts, telling_others
 from trainforge.toolbox.checkpointing.staging import OneByOne, Staging
 from trainforge.toolbox.host_limits import host_limit
 from trainforge.units import format_bytes, format_seconds
@@ -200,8 +200,9 @@ class FolderCheckpoint(Checkpoint):
         except OSError as problem:
             error = room.disk_error(problem, self._folder, bytes_of(prepared.table))
         try:
-            save_id = self._agree(step, prepared, error)
-            save, background = self._save_of(self._facts(step, save_id, prepared), prepared.held)
+            facts = self._facts(step, self._agree(step, prepared, error), prepared)
+            with telling_others(facts):
+                save, background = self._save_of(facts, prepared.held)
         except BaseException:
             prepared.abandon()
             raise
