@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import subprocess
 import sys
@@ -179,6 +181,25 @@ def test_a_rank_that_never_writes_ends_the_save_within_the_timeout(tmp_path, mon
             stage.wait()
 
     assert on_ranks(2, work) == [None, None]
+
+
+def test_a_folder_of_packs_that_one_rank_cannot_list_is_told_to_all(tmp_path):
+    save_on(1, tmp_path)
+    (tmp_path / "checkpoints" / "packs").rename(tmp_path / "elsewhere")  # so that chunks are looked for again
+
+    def refuse(again=()):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def work(rank, comm):
+        stage = stage_in(tmp_path, rank=rank, world=2, comm=comm, reads=True)
+        if rank == 1:
+            stage._store._index.refresh = refuse
+        stage.restore({"m": shard(rank, 2, torch.zeros(70))}, step_path(tmp_path, 2))
+
+    first, second = on_ranks(2, work)
+    assert isinstance(first, CheckpointError)
+    assert isinstance(second, CheckpointError)
+    assert str(second) == f"{step_path(tmp_path, 2)} cannot be read: {os.strerror(errno.ESTALE)}"
 
 
 # ------------------------------------------------------------------------------------------------------ whole runs

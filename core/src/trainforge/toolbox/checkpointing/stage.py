@@ -239,6 +239,9 @@ class FolderCheckpoint(Checkpoint):
             self._load(path, stored, held_tensors(states)[1])
         except CheckpointError as problem:
             error = problem
+        except OSError as problem:  # the other ranks must hear of it
+            error = CheckpointError(f"{path} cannot be read: {problem.strerror or problem}")
+            error.__cause__ = problem
         self._raise_together(error, self._comm.gather(None if error is None else str(error)))
         assert stored is not None, "without an error there is a manifest"
         self._sound.add(path.resolve())
