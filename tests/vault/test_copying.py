@@ -136,3 +136,18 @@ def test_only_the_thread_that_asks_gives_way():
     thread.join()
     assert found[0] > 0
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux only")
+def test_a_run_with_little_priority_still_comes_before_the_thread_that_gives_way():
+    found = []
+
+    def work():
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 12)
+        give_way()
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found[0] > 12

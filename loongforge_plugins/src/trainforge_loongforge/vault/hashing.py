@@ -143,10 +143,14 @@ def hashed_batches(
 
 
 def give_way() -> None:
-    """Let the calling thread have only the time that others leave (on Linux): training comes first."""
+    """Let the calling thread have only the time that others leave (on Linux): training comes first.
+
+    The run itself may have been started with less than the usual priority, so this adds to what the thread has.
+    """
     if sys.platform == "linux":
+        thread = threading.get_native_id()
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)
 
 
 def _close(ahead: deque[Future[Batch]]) -> None:
