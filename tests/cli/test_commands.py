@@ -207,9 +207,9 @@ def kept(tmp_path: Path) -> Path:
 
 
 def test_checkpoints_are_listed_verified_and_pruned(kept: Path):
-    listing = forge("checkpoints", str(kept)).stdout
-    steps = [line.split()[0] for line in listing.splitlines()[1:] if not line.startswith(" ")]
-    assert steps == ["1", "2", "30"]
+    _, *rows, newest = forge("checkpoints", str(kept)).stdout.splitlines()
+    assert [row.split()[0] for row in rows] == ["1", "2", "30"]
+    assert newest == f"the newest is {kept / 'checkpoints' / 'step-00000030'}"  # in one line, however long
     assert forge("checkpoints", str(kept), "verify").stdout.count("sound") == 3
     assert forge("checkpoints", str(kept), "verify", "--step", "2").stdout == "step 2: sound\n"
     assert "kept are 1, 2, 30" in forge("checkpoints", str(kept), "verify", "--step", "3").stderr
@@ -260,7 +260,39 @@ def test_a_damaged_checkpoint_is_told_and_keeps_the_older_ones(kept: Path):
     pruned = forge("checkpoints", str(kept), "prune")
     assert pruned.exit_code == 1
     assert "nothing was deleted" in pruned.stderr
+    assert f"move {kept / 'checkpoints' / 'step-00000030'} out of the run folder" in pruned.stderr
     assert len(list((kept / "checkpoints").iterdir())) == 3
+
+
+def test_a_checkpoint_that_cannot_be_read_hides_no_other(kept: Path):
+    broken = kept / "checkpoints" / "step-00000002"
+    (broken / "checkpoint.json").write_text("{")
+    listed = forge("checkpoints", str(kept))
+    assert listed.exit_code == 0
+    assert [row.split()[0] for row in listed.stdout.splitlines()] == ["step", "1", "30", "the"]
+    assert f"the checkpoint {broken} has no usable checkpoint.json" in listed.stderr
+    assert "move it out of this folder" in listed.stderr
+    verified = forge("checkpoints", str(kept), "verify")
+    assert verified.exit_code == 1
+    first, second, why, last = verified.stdout.splitlines()
+    assert (first, second, last) == ("step 1: sound", "step 2: DAMAGED", "step 30: sound")
+    assert "has no usable checkpoint.json" in why
+    assert "1 of 3 checkpoints are damaged" in verified.stderr
+    assert forge("checkpoints", str(kept), "verify", "--step", "30").exit_code == 0
+    assert forge("checkpoints", str(kept), "verify", "--step", "2").exit_code == 1
+    pruned = forge("checkpoints", str(kept), "prune")  # it may be the one that is wanted
+    assert pruned.exit_code == 1
+    assert len(list((kept / "checkpoints").iterdir())) == 3
+
+
+def test_many_problems_of_a_checkpoint_are_shown_as_a_few_and_a_number(kept: Path):
+    text = (kept.parent / "keeper.py").read_text()
+    (kept.parent / "keeper.py").write_text(
+        text.replace("['bad: rotten']", "[f'bad: {n}' for n in range(1500)]")
+    )
+    (kept / "checkpoints" / "step-00000030" / "bad").touch()
+    *_, damaged = forge("checkpoints", str(kept), "verify").stdout.partition("step 30: DAMAGED\n")
+    assert damaged.splitlines() == [*(f"  bad: {n}" for n in range(10)), "  and 1,490 problems more"]
 
 
 SHARING = """
@@ -318,9 +350,12 @@ def test_what_a_save_added_and_what_changed_is_shown_where_the_plugin_says_so(ke
         (["merge", "30"], "merge takes a step and a folder: merge 20 OUT"),
         (["merge", "3", "out"], "there is no such checkpoint"),
         (["list", "30"], "list takes nothing but options"),
+        (["prune", "--step", "30"], "--step is for verify and convert, not for prune"),
+        (["verify", "--dry-run"], "--dry-run is for prune, not for verify"),
+        (["--keep", "1"], "--keep is for prune, not for list"),
     ],
 )
-def test_what_is_missing_after_an_action_is_said(kept: Path, arguments: list[str], says: str):
+def test_what_is_missing_or_too_much_after_an_action_is_said(kept: Path, arguments: list[str], says: str):
     refused = forge("checkpoints", str(kept), *arguments)
     assert refused.exit_code == 2
     assert says in refused.stderr
@@ -354,7 +389,7 @@ def test_listing_checkpoints_that_are_all_in_their_folders_loads_no_plugin(tmp_p
     code = (
         "import sys\nfrom click.testing import CliRunner\nfrom trainforge.cli import main\n"
         f"result = CliRunner().invoke(main, ['checkpoints', {str(tmp_path)!r}])\n"
-        "assert result.stdout.splitlines()[-1].split()[0] == '2', result.output\n"
+        "assert result.stdout.splitlines()[-2].split()[0] == '2', result.output\n"
         "slow = {'torch', 'trainforge_plugins'} & set(sys.modules)\n"
         "assert not slow, slow\n"
     )

@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from trainforge.cli.export import export
 from trainforge.cli.group import debug_option
 from trainforge.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
+    from trainforge.checkpoints import Unreadable
     from trainforge.describing import Description
     from trainforge.stages import CheckpointInfo
 
 _ACTIONS = ["list", "verify", "prune", "diff", "merge", "convert"]
 _MORE = {"diff": "two steps: diff 10 20", "merge": "a step and a folder: merge 20 OUT"}
+_SHOWN_PROBLEMS = 10  # of one checkpoint: a lost file is a problem of each of its tensors
+_OPTIONS = {"step": ("verify", "convert"), "keep": ("prune",), "dry_run": ("prune",)}
 
 
 @click.command()
@@ -64,21 +68,27 @@ def checkpoints(
         raise click.UsageError(f"{action} takes {_MORE.get(action, 'nothing but options')}")
     if (to is None) == (action == "convert"):
         raise click.UsageError("convert and --to belong together: convert --to PLUGIN")
+    for name, actions in _OPTIONS.items():
+        given = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if given and action not in actions:
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{option} is for {' and '.join(actions)}, not for {action}")
     if to is not None:
         _convert(run_dir, step, to)
         return
     folder = checkpoints_folder(run_dir)
-    found = list_checkpoints(folder)
-    if not found:
+    unreadable: list[Unreadable] = []
+    found = list_checkpoints(folder, unreadable if action in ("list", "verify") else None)
+    if not found and not unreadable:
         raise UserError(f"{run_dir} holds no committed checkpoint yet")
     if action == "list":
-        _list(found)
+        _list(found, unreadable)
     elif action == "verify":
-        _verify([_of_step(found, step, "--step ")] if step is not None else found)
+        _verify(found, unreadable, step)
     elif action == "diff":
         _diff(run_dir, *(_of_step(found, _step(text)) for text in more))
     elif action == "merge":
-        ctx.invoke(export, run_dir=run_dir, out=Path(more[1]), step=_step(more[0]))
+        ctx.invoke(export, run_dir=run_dir, out=Path(more[1]), step=_of_step(found, _step(more[0])).step)
     else:
         _prune(found, keep, *kept_by_recipe(folder), dry_run=dry_run)
 
@@ -97,7 +107,7 @@ def _of_step(found: list[CheckpointInfo], step: int, asked: str = "step ") -> Ch
     raise UserError(f"{asked}{step}: there is no such checkpoint; kept are {kept}")
 
 
-def _list(found: list[CheckpointInfo]) -> None:
+def _list(found: list[CheckpointInfo], unreadable: list[Unreadable]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -108,18 +118,21 @@ def _list(found: list[CheckpointInfo]) -> None:
     best, about = best_of(found, "eval_loss"), describe_sizes(found)
     shared = any(one.new_bytes is not None for one in about)
     more = ("new", "ratio") if shared else ()
-    table = Table("step", "size", *more, "writer", "saved", "eval loss", "", box=None, pad_edge=False)
-    table.add_column("path", overflow="fold")
+    table = Table(box=None, pad_edge=False)
+    for header in ("step", "size", *more, "writer", "saved", "eval loss", ""):
+        table.add_column(header, no_wrap=header != "saved")
     for info, one in zip(found, about, strict=True):
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.saved_at))
         loss = f"{info.metrics['eval_loss']:.4f}" if "eval_loss" in info.metrics else ""
         mark = "best" if info is best else "" if info.finite else "NOT FINITE"
         new = _new(one) if shared else ()
-        table.add_row(
-            str(info.step), format_bytes(one.bytes), *new, info.writer, saved, loss, mark, str(info.path)
-        )
-    Console(highlight=False).print(table)
-    for problem in dict.fromkeys(one.problem for one in about if one.problem):
+        table.add_row(str(info.step), format_bytes(one.bytes), *new, info.writer, saved, loss, mark)
+    if found:
+        Console(highlight=False).print(table)
+        click.echo(f"the newest is {found[-1].path}")
+    problems = [one.problem for one in about if one.problem]
+    problems += [f"{one.about}: move it out of this folder" for one in unreadable]
+    for problem in dict.fromkeys(problems):
         click.echo(problem, err=True)
 
 
@@ -169,18 +182,31 @@ def _convert(run_dir: Path, step: int | None, to: str) -> None:
     click.echo(f"step {new.step} is now a checkpoint of {new.writer} ({format_bytes(new.bytes)}): {new.path}")
 
 
-def _verify(chosen: list[CheckpointInfo]) -> None:
+def _verify(found: list[CheckpointInfo], unreadable: list[Unreadable], step: int | None) -> None:
+    """Say of each checkpoint, or of the one of `step`, whether it is sound, and what is wrong with it."""
     from trainforge.checkpoints import verify_checkpoint
+    from trainforge.stages import is_checkpoint_name
 
+    broken = {is_checkpoint_name(one.path.name): one.about for one in unreadable}
+    if step is not None and step not in broken:
+        found = [_of_step(found, step, "--step ")]
+    by_step = {info.step: info for info in found}
+    chosen = sorted([*by_step, *(known for known in broken if known is not None)]) if step is None else [step]
     damaged = 0
-    for info in chosen:
-        problems = verify_checkpoint(info)
-        click.echo(f"step {info.step}: {'sound' if not problems else 'DAMAGED'}")
-        for problem in problems:
+    for known in chosen:
+        problems = [broken[known]] if known in broken else verify_checkpoint(by_step[known])
+        click.echo(f"step {known}: {'sound' if not problems else 'DAMAGED'}")
+        for problem in problems[:_SHOWN_PROBLEMS]:
             click.echo(f"  {problem}")
+        if len(problems) > _SHOWN_PROBLEMS:
+            click.echo(f"  and {len(problems) - _SHOWN_PROBLEMS:,} problems more")
         damaged += bool(problems)
     if damaged:
-        raise CheckpointError(f"{damaged} of {len(chosen)} checkpoints are damaged")
+        raise CheckpointError(
+            "the checkpoint is damaged"
+            if len(chosen) == 1
+            else f"{damaged} of {len(chosen)} checkpoints are damaged"
+        )
 
 
 def _prune(
@@ -193,7 +219,8 @@ def _prune(
     old, newest = retention(found, keep, keep_every, best), newest_usable(found)
     if old and newest and (problems := verify_checkpoint(newest)):
         raise CheckpointError(
-            f"nothing was deleted: the newest checkpoint, step {newest.step}, is damaged: {problems[0]}"
+            f"nothing was deleted, as the newest checkpoint is damaged: {problems[0]}. Should the older ones make room "
+            f"all the same, move {newest.path} out of the run folder first"
         )
     freed = 0 if dry_run else remove_checkpoints(old)
     for info in old:
