@@ -172,6 +172,21 @@ def test_only_sound_checkpoints_count_and_other_plugins_are_left_alone(tmp_path)
     assert names(tmp_path) == ["step-00000000", "step-00000003", "step-00000004"]
 
 
+def test_what_cannot_be_read_for_a_moment_is_not_taken_for_damaged(tmp_path):
+    stage = checkpoint(tmp_path, keep=2)
+    stage.save(1, {"p": whole(w=torch.ones(3))})
+    stage.wait()
+    document = tmp_path / "checkpoints" / "step-00000001" / "checkpoint.json"
+    document.rename(tmp_path / "aside")
+    document.symlink_to(document)  # reading it is an OSError now, as with too many open files
+    for step in (2, 3):
+        stage.save(step, {"p": whole(w=torch.ones(3))})
+        stage.wait()
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+    (tmp_path / "aside").rename(document)
+    assert stage.verify(document.parent) == []
+
+
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     stage = checkpoint(tmp_path, keep=1)
     for value in (1.0, 2.0):

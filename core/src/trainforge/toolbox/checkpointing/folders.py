@@ -71,14 +71,16 @@ def prune(
 ) -> None:
     """Delete the checkpoints that `train` does not keep, never `latest`.
 
-    Checkpoints of other plugins are left alone. Those that count (the newest `keep`, and the best) are looked at first:
-    a damaged one takes nobody's place, as one that is not finite.
+    Checkpoints of other plugins are left alone, and those that the system does not let us read just now. Those that
+    count (the newest `keep`, and the best) are looked at first: a damaged one takes nobody's place, as one that is not
+    finite.
     """
     infos = [
         info
         for path in folder.iterdir()
         if (step := is_checkpoint_name(path.name)) is not None
-        and (info := _info(step, path)).writer in (writer, "")
+        and (info := _info(step, path)) is not None
+        and info.writer in (writer, "")
     ]
     while True:
         usable = sorted((info for info in infos if info.finite), key=lambda info: info.step)
@@ -181,14 +183,23 @@ def _in_use(path: Path) -> bool:
     return False
 
 
-def _info(step: int, path: Path) -> CheckpointInfo:
-    """What a checkpoint says about itself; one that cannot be read has no writer and is not usable."""
+def _info(step: int, path: Path) -> CheckpointInfo | None:
+    """What a checkpoint says about itself; a damaged one has no writer and is not usable.
+
+    None when the system refuses to read it, as with too many open files: it may be whole.
+    """
     try:
-        document = json.loads((path / NAME).read_bytes())
+        content = (path / NAME).read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        content = b""
+    except OSError:
+        return None
+    try:
+        document = json.loads(content)
         metrics = {str(name): float(value) for name, value in document.get("metrics", {}).items()}
         finite = document.get("finite", True) is True
         return CheckpointInfo(
             step, path, str(document["writer"]), 0, float(document["saved_at"]), metrics, finite
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return CheckpointInfo(step, path, "", 0, 0.0, finite=False)
