@@ -99,7 +99,8 @@ def test_files_that_cannot_be_read(rich: Site, tmp_path: Path):
 def test_all_mistakes_are_told_at_once(rich: Site):
     text = refusal(
         rich,
-        "plugins: [own]\nrun: {sed: 1}\ntrain: {steps: many, lrr: 0.1, micro_batch: small}\n"
+        "plugins: [own]\nrun: {sed: 1}\ntrain: {steps: many, lrr: 0.1, micro_batch: small, "
+        "save_every: often, mtbf: never}\n"
         "own: {gpu_budjet: 1, level: x, pin: 7, part: {evry: 2}, names: {a: b}}\n"
         "chekpoint: {every: 3}\nmodel: {w: 1}\n",
     )
@@ -108,11 +109,12 @@ def test_all_mistakes_are_told_at_once(rich: Site):
         "train.steps: must be a valid integer",
         "found 'many'",
         "train.lrr: unknown key, found 0.1: did you mean train.lr?",
-        "train.micro_batch: must be a valid integer, unable to parse string as an integer or must be 'auto', found "
-        "'small'",
+        "train.micro_batch: must be a valid integer or 'auto', found 'small'",
+        "train.save_every: must be a number of steps, a duration such as 10min, or auto, found 'often'",
+        "train.mtbf: must be a duration such as 30s, 10min or 1.5h, found 'never'",
         "own.gpu_budjet: unknown key, found 1: did you mean own.gpu_budget?",
         "own.level: must be a valid integer",
-        "own.pin: must be a valid boolean",
+        "own.pin: must be true or false, found 7",
         "own.part.evry: unknown key, found 2: did you mean own.part.every?",
         "own.names.a: must be a valid integer",
         "chekpoint: there is no section chekpoint",

@@ -165,12 +165,16 @@ def _explain(section: str, model: type[BaseModel], error: ValidationError) -> It
         if rest:  # keep what was found once, at the end
             found = first.rpartition(", found ")[2]
             texts = [text.rpartition(", found ")[0] or text for text in [first, *rest]]
+            if all(text.startswith("must be ") for text in texts):
+                texts = [texts[0], *(text.removeprefix("must be ") for text in texts[1:])]
             first = f"{' or '.join(dict.fromkeys(texts))}, found {found}"
         yield f"{key}: {first}"
 
 
 def _plain(error: Any) -> str:
-    message = str(error["msg"]).removeprefix("Value error, ")
+    """What pydantic or a validator says of a value, in our words; what was found is told by the caller."""
+    message = str(error["msg"]).removeprefix("Value error, ").removesuffix(f", not {error['input']!r}")
+    message = message.partition(", unable to ")[0].replace("a valid boolean", "true or false")
     return message.replace("Input should be", "must be").replace("Input should have", "must have")
 
 

@@ -15,7 +15,11 @@ def _cadence(value: Any) -> Any:
     if isinstance(value, str) and not value.strip().isdigit():
         if value.strip() == "auto":
             return "auto"
-        if parse_seconds(value) == 0:
+        try:
+            seconds = parse_seconds(value)
+        except ValueError:
+            raise ValueError("must be a number of steps, a duration such as 10min, or auto") from None
+        if seconds == 0:
             raise ValueError("must be longer than nothing")
         return value.strip()
     return int(value) if isinstance(value, str) else value
