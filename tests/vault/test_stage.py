@@ -295,6 +295,16 @@ def test_equal_chunks_at_two_places_are_stored_once(tmp_path):
     assert torch.equal(target.view(-1), values)
 
 
+def test_the_same_bytes_in_another_shape_or_dtype_have_another_digest(tmp_path):
+    stage = stage_in(tmp_path, keep=3)
+    zeros = torch.zeros(2, 3, dtype=torch.bfloat16)
+    for step, tensor in enumerate((zeros, zeros.view(3, 2), zeros.half())):
+        stage.save(step, {"p": keyed({("a", "x"): tensor})})
+        stage.wait()
+    digests = [stage.describe(step_path(tmp_path, step))["tensors"]["p/a/x"] for step in range(3)]
+    assert len(set(digests)) == 3
+
+
 def test_a_known_chunk_that_was_pruned_is_written_again(tmp_path):
     """What was known of the last save is of no use once its pack has gone."""
     tensor = torch.randn(1000)

@@ -192,13 +192,17 @@ class VaultCheckpoint(FolderCheckpoint):
         return [f"step {document.step} is damaged in {labels[ref]}: {why}" for ref, why in problems.items()]
 
     def describe(self, path: Path) -> Mapping[str, Any]:
-        """Sizes, and a digest of each tensor's chunks."""
+        """Sizes, and a digest of each tensor: of its dtype, its shape and its chunks."""
         document = manifest.read_manifest(path)
         return {
             "bytes": document.bytes,
             "new_bytes": document.new_bytes,
             "tensors": {
-                label: xxhash.xxh3_128_hexdigest(b"".join(ref.address for _, ref in entry.refs))
+                label: xxhash.xxh3_128_hexdigest(
+                    " ".join(
+                        [entry.dtype, *map(str, entry.shape), *(address for _, address, _ in entry.chunks)]
+                    )
+                )
                 for label, entry in document.tensors()
             },
             "cuts": {
