@@ -295,6 +295,20 @@ def test_many_problems_of_a_checkpoint_are_shown_as_a_few_and_a_number(kept: Pat
     assert damaged.splitlines() == [*(f"  bad: {n}" for n in range(10)), "  and 1,490 problems more"]
 
 
+def test_pruning_says_why_a_folder_does_not_let_it(kept: Path):
+    text = (kept.parent / "keeper.py").read_text()
+    refusing = (
+        "class Keeper(Checkpoint):\n    def remove(self, paths): raise OSError(30, 'Read-only file system')\n"
+    )
+    (kept.parent / "keeper.py").write_text(text.replace("class Keeper(Checkpoint):\n", refusing))
+    pruned = forge("checkpoints", str(kept), "prune")
+    assert pruned.exit_code == 1
+    assert (
+        f"{kept / 'checkpoints'} does not let checkpoints be deleted: Read-only file system" in pruned.stderr
+    )
+    assert len(list((kept / "checkpoints").iterdir())) == 3
+
+
 SHARING = """
 import json
 from trainforge.hookspecs import hookimpl

@@ -222,7 +222,13 @@ def _prune(
             f"nothing was deleted, as the newest checkpoint is damaged: {problems[0]}. Should the older ones make room "
             f"all the same, move {newest.path} out of the run folder first"
         )
-    freed = 0 if dry_run else remove_checkpoints(old)
+    try:
+        freed = 0 if dry_run else remove_checkpoints(old)
+    except OSError as error:
+        raise CheckpointError(
+            f"{found[0].path.parent} does not let checkpoints be deleted: {error.strerror or error}. Those that are "
+            "left are whole"
+        ) from error
     for info in old:
         click.echo(
             f"{'would delete' if dry_run else 'deleted'} step {info.step} ({format_bytes(info.bytes)})"
