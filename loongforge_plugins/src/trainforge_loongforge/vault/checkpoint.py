@@ -200,8 +200,8 @@ class VaultCheckpoint(FolderCheckpoint):
             "tensors": {
                 label: xxhash.xxh3_128_hexdigest(
                     " ".join(
-                        [entry.dtype, *map(str, entry.shape), *(address for _, address, _ in entry.chunks)]
-                    )
+                        [entry.dtype, *map(str, entry.shape), *(chunk for _, chunk, _ in entry.chunks)]
+                    ).encode()
                 )
                 for label, entry in document.tensors()
             },
