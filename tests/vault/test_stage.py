@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ from trainforge.toolbox.checkpointing import folders
 from trainforge.toolbox.checkpointing.dtypes import ITEM_BYTES
 from trainforge_loongforge.vault import hashing
 from trainforge_loongforge.vault.packs import CHUNK_BYTES
+from trainforge_loongforge.vault.storage import Source
 
 SHAPES = ((), (0,), (0, 4), (1,), (33,), (5, 7, 3))
 WAYS = {
@@ -354,3 +357,21 @@ def test_what_has_its_name_keeps_its_chunks(tmp_path, monkeypatch):
     stage.save(2, {"p": keyed(tensors)})
     stage.wait()
     assert [stage.verify(step_path(tmp_path, step)) for step in (1, 2)] == [[], []]
+
+
+def test_a_disk_that_refuses_to_read_for_a_moment_costs_no_checkpoint(tmp_path, monkeypatch):
+    first = stage_in(tmp_path, keep=3)
+    for step in (1, 2):
+        first.save(step, {"p": keyed({("a", "x"): torch.randn(100)})})
+    first.close()
+    stage = stage_in(tmp_path, keep=3)
+
+    def refuse(self, path, storage):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Source, "__init__", refuse)
+        stage.save(3, {"p": keyed({("a", "x"): torch.randn(100)})})
+        stage.wait()
+    for step in (1, 2, 3):
+        assert stage.verify(step_path(tmp_path, step)) == []

@@ -73,7 +73,7 @@ def prune(
 
     Checkpoints of other plugins are left alone, and those that the system does not let us read just now. Those that
     count (the newest `keep`, and the best) are looked at first: a damaged one takes nobody's place, as one that is not
-    finite.
+    finite. It goes when it would go if it were whole: a disk that refuses to read for a moment looks like damage.
     """
     infos = [
         info
@@ -82,6 +82,7 @@ def prune(
         and (info := _info(step, path)) is not None
         and info.writer in (writer, "")
     ]
+    outlived = {info.path for info in retention(infos, train.keep, train.keep_every, train.best)}
     while True:
         usable = sorted((info for info in infos if info.finite), key=lambda info: info.step)
         count = {*usable[-train.keep :], best_of(usable, train.best)} - {None}
@@ -90,7 +91,7 @@ def prune(
             break
         infos = [replace(info, finite=False) if info in damaged else info for info in infos]
     for info in retention(infos, train.keep, train.keep_every, train.best):
-        if info.path != latest:
+        if info.path != latest and info.path in outlived:
             discard(info.path, latest.name)
 
 
