@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -293,6 +294,24 @@ def test_many_problems_of_a_checkpoint_are_shown_as_a_few_and_a_number(kept: Pat
     (kept / "checkpoints" / "step-00000030" / "bad").touch()
     *_, damaged = forge("checkpoints", str(kept), "verify").stdout.partition("step 30: DAMAGED\n")
     assert damaged.splitlines() == [*(f"  bad: {n}" for n in range(10)), "  and 1,490 problems more"]
+
+
+def test_a_checkpoint_that_a_run_deletes_meanwhile_is_not_called_damaged(kept: Path):
+    """As beside a run that saves: the listing had it, and then its folder was gone."""
+    text = (kept.parent / "keeper.py").read_text()
+    gone = "__import__('shutil').rmtree(path) or ['gone'] if path.name.endswith('30') else []"
+    (kept.parent / "keeper.py").write_text(
+        text.replace("['bad: rotten'] if (path / 'bad').exists() else []", gone)
+    )
+    copy = shutil.copytree(kept, kept.with_name("copy"))
+    verified = forge("checkpoints", str(copy), "verify")
+    assert verified.exit_code == 0, verified.output
+    assert verified.stdout.splitlines()[:2] == ["step 1: sound", "step 2: sound"]
+    assert verified.stdout.splitlines()[2].startswith("step 30: gone meanwhile")
+    pruned = forge("checkpoints", str(kept), "prune")
+    assert pruned.exit_code == 1
+    assert "nothing was deleted: step 30 has gone meanwhile" in pruned.stderr
+    assert len(list((kept / "checkpoints").iterdir())) == 2
 
 
 def test_pruning_says_why_a_folder_does_not_let_it(kept: Path):

@@ -80,9 +80,10 @@ def test_a_checkpoint_that_does_not_say_what_it_is_is_passed_over_too(tmp_path, 
 
 
 def test_the_screen_says_first_what_is_run_and_where(tmp_path, capsys):
-    recipe = write_recipe(tmp_path, train={"steps": 1})
+    recipe = write_recipe(tmp_path, train={"steps": 1, "save_every": 1})
     run(recipe, tmp_path / "run")
     lines = capsys.readouterr().out.splitlines()
+    assert "· saved after every step" in "\n".join(lines)
     assert lines[0] == f"r: {recipe} · folder {tmp_path / 'run'}"
     assert "1 ranks" not in "\n".join(lines)
     logged = [line.split(" ", 2)[2] for line in (tmp_path / "run/log.txt").read_text().splitlines()]

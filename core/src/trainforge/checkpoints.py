@@ -72,6 +72,8 @@ def list_checkpoints(folder: Path, unreadable: list[Unreadable] | None = None) -
             if path.is_dir():
                 infos.append(_info(step, path))
         except CheckpointError as error:
+            if not path.exists():  # a run that saves here has deleted it since
+                continue
             if unreadable is None:
                 raise CheckpointError(f"{error}: move it away") from error
             unreadable.append(Unreadable(path, str(error)))

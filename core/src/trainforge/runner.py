@@ -156,6 +156,8 @@ def _cadence(every: int | str | None) -> str:
         return "at the end only (train.save_every)"
     if every == "auto":
         return "as often as pays (train.save_every: auto)"
+    if every == 1:
+        return "after every step"
     return f"every {every} steps" if isinstance(every, int) else f"every {every}"
 
 

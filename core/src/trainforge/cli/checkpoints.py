@@ -195,6 +195,9 @@ def _verify(found: list[CheckpointInfo], unreadable: list[Unreadable], step: int
     damaged = 0
     for known in chosen:
         problems = [broken[known]] if known in broken else verify_checkpoint(by_step[known])
+        if problems and known in by_step and not by_step[known].path.exists():
+            click.echo(f"step {known}: gone meanwhile, as when a run that saves here keeps newer ones")
+            continue
         click.echo(f"step {known}: {'sound' if not problems else 'DAMAGED'}")
         for problem in problems[:_SHOWN_PROBLEMS]:
             click.echo(f"  {problem}")
@@ -218,6 +221,11 @@ def _prune(
 
     old, newest = retention(found, keep, keep_every, best), newest_usable(found)
     if old and newest and (problems := verify_checkpoint(newest)):
+        if not newest.path.exists():
+            raise CheckpointError(
+                f"nothing was deleted: step {newest.step} has gone meanwhile, as when a run is saving here. A run "
+                "deletes by train.keep itself; prune again when it has ended"
+            )
         raise CheckpointError(
             f"nothing was deleted, as the newest checkpoint is damaged: {problems[0]}. Should the older ones make room "
             f"all the same, move {newest.path} out of the run folder first"
