@@ -20,6 +20,8 @@ from tests.dcp.toys import Toy, checkpoint, names, whole
 from trainforge.errors import CheckpointError
 from trainforge.stages import Extent, LazyTensor, PartState, is_checkpoint_name
 from trainforge.toolbox.checkpointing import folders
+from trainforge.toolbox.checkpointing.layout import Chunk, Held
+from trainforge.toolbox.checkpointing.staging import OneByOne
 from trainforge_plugins.dcp import saving, storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -401,3 +403,15 @@ def test_a_save_outside_a_run_deletes_nothing_and_copies_nothing(tmp_path):
     checkpoint(tmp_path, reads=True).restore({"p": target}, tmp_path / "checkpoints/step-00000002")
     assert target.spans["master", "w"][0][2].tolist() == list(range(10))
     assert target.loaded == (3, {"a": 1})
+
+
+def test_a_chunk_that_is_copied_alone_is_waited_for_on_the_device_that_it_is_on(monkeypatch):
+    """The background thread's own device is the first one, whatever the rank's is."""
+    waited, chunk = [], Chunk("p/master/w", (4,), "float32", 0, 4, 0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=None: waited.append(device))
+    for place in ("cpu", "cuda:1"):
+        tensor = SimpleNamespace(device=torch.device(place))
+        named = SimpleNamespace(tensor=tensor, read=lambda start, out: out.fill_(2.0))
+        assert OneByOne([chunk], {chunk.tensor: [Held(0, 4, named)]})[0].tolist() == [2.0] * 4
+    assert waited == [torch.device("cuda:1")]

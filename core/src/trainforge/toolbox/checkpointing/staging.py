@@ -107,14 +107,20 @@ class OneByOne(Sequence[Tensor]):
         """The chunk's elements, 1-D, on the CPU; valid until the next one is asked for."""
         chunk = self._chunks[index]
         copy = self._buffer[: chunk.bytes].view(getattr(torch, chunk.dtype))
-        _copy_elements(chunk, self._spans[chunk.tensor], copy)
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # a copy from a device may still be on its way
+        device = _copy_elements(chunk, self._spans[chunk.tensor], copy)
+        if device.type not in ("cpu", "meta"):  # meta: it was read from a checkpoint
+            torch.accelerator.synchronize(
+                device
+            )  # the copy may be on its way; this thread's own device is the first
         return copy
 
 
-def _copy_elements(chunk: Chunk, spans: Sequence[Held], out: Tensor) -> None:
-    """Copy a chunk's live elements. The plan gave this rank only chunks that lie within one of its spans."""
+def _copy_elements(chunk: Chunk, spans: Sequence[Held], out: Tensor) -> torch.device:
+    """Copy a chunk's live elements; gives the device that they are on.
+
+    The plan gave this rank only chunks that lie within one of its spans.
+    """
     candidates = spans[: bisect_right(spans, chunk.offset, key=lambda span: span.offset)]
     span = next(s for s in reversed(candidates) if s.offset + s.length >= chunk.offset + chunk.length)
     span.named.read(chunk.offset - span.offset, out)
+    return span.named.tensor.device
