@@ -265,6 +265,22 @@ def test_a_damaged_checkpoint_is_told_and_keeps_the_older_ones(kept: Path):
     assert len(list((kept / "checkpoints").iterdir())) == 3
 
 
+def test_the_list_fits_80_columns_and_names_what_a_run_has_set_aside(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+):
+    said = {"bytes": 83 * 2**30, "new_bytes": 1023 * 2**20}
+    checkpoint(kept, 100_000, said=said, bytes=83 * 2**30, metrics={"eval_loss": 2.5}, shares=True)
+    (kept.parent / "keeper.py").write_text(SHARING)
+    (kept / "checkpoints" / "abandoned-step-00100010-1").mkdir()
+    monkeypatch.setenv("COLUMNS", "80")
+    _, *rows, newest, aside = forge("checkpoints", str(kept)).stdout.splitlines()
+    assert len(rows) == 4, "no row is folded"
+    for word in ("100000", "83.0 GiB", "1023.0 MiB", "83.1", "keeper", "2.5000", "best"):
+        assert word in rows[-1]
+    assert newest == f"the newest is {kept / 'checkpoints' / 'step-00100000'}"
+    assert aside.startswith(f"1 more set aside by a run: {kept / 'checkpoints' / 'abandoned-'}*; delete")
+
+
 def test_a_checkpoint_that_cannot_be_read_hides_no_other(kept: Path):
     broken = kept / "checkpoints" / "step-00000002"
     (broken / "checkpoint.json").write_text("{")

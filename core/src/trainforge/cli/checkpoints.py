@@ -82,7 +82,7 @@ def checkpoints(
     if not found and not unreadable:
         raise UserError(f"{run_dir} holds no committed checkpoint yet")
     if action == "list":
-        _list(found, unreadable)
+        _list(folder, found, unreadable)
     elif action == "verify":
         _verify(found, unreadable, step)
     elif action == "diff":
@@ -107,12 +107,13 @@ def _of_step(found: list[CheckpointInfo], step: int, asked: str = "step ") -> Ch
     raise UserError(f"{asked}{step}: there is no such checkpoint; kept are {kept}")
 
 
-def _list(found: list[CheckpointInfo], unreadable: list[Unreadable]) -> None:
+def _list(folder: Path, found: list[CheckpointInfo], unreadable: list[Unreadable]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from trainforge.describing import describe_sizes
     from trainforge.retention import best_of
+    from trainforge.toolbox.checkpointing.folders import ASIDE
     from trainforge.units import format_bytes
 
     best, about = best_of(found, "eval_loss"), describe_sizes(found)
@@ -122,7 +123,7 @@ def _list(found: list[CheckpointInfo], unreadable: list[Unreadable]) -> None:
     for header in ("step", "size", *more, "writer", "saved", "eval loss", ""):
         table.add_column(header, no_wrap=header != "saved")
     for info, one in zip(found, about, strict=True):
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.saved_at))
+        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(info.saved_at))
         loss = f"{info.metrics['eval_loss']:.4f}" if "eval_loss" in info.metrics else ""
         mark = "best" if info is best else "" if info.finite else "NOT FINITE"
         new = _new(one) if shared else ()
@@ -130,6 +131,8 @@ def _list(found: list[CheckpointInfo], unreadable: list[Unreadable]) -> None:
     if found:
         Console(highlight=False).print(table)
         click.echo(f"the newest is {found[-1].path}")
+    if aside := len(list(folder.glob(f"{ASIDE}*"))):
+        click.echo(f"{aside} more set aside by a run: {folder / ASIDE}*; delete them when you like")
     problems = [one.problem for one in about if one.problem]
     problems += [f"{one.about}: move it out of this folder" for one in unreadable]
     for problem in dict.fromkeys(problems):
