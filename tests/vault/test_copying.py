@@ -9,8 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.support.context import make_context
 
+from trainforge.errors import ConfigError
+from trainforge.stages import Comm, Extent, NamedTensor, PartState
 from trainforge.toolbox.checkpointing.finite import is_finite
+from trainforge.toolbox.checkpointing.staging import Staging
+from trainforge_loongforge.vault import VaultSection, build
 from trainforge_loongforge.vault.copying import Helpers, copy_bytes
 from trainforge_loongforge.vault.hashing import give_way
 from trainforge_loongforge.vault.packs import CHUNK_BYTES
@@ -151,3 +156,27 @@ def test_a_run_with_little_priority_still_comes_before_the_thread_that_gives_way
     thread.start()
     thread.join()
     assert found[0] > 12
+
+
+def test_buffers_that_cannot_be_had_at_the_start_kill_no_thread(tmp_path, monkeypatch):
+    """The save that needs them tells; a run may end without one."""
+    died, asked = [], []
+
+    def refuse(self, size):
+        asked.append(size)
+        raise ConfigError("it cannot be page-locked")
+
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+    monkeypatch.setattr(Staging, "reserve", refuse)
+    away = NamedTensor("master", Extent("w", (100,), 0, 100), torch.empty(100, device="meta"))
+    built = {
+        "comm": Comm(),
+        "model": SimpleNamespace(parameters=()),
+        "optimizer": SimpleNamespace(state=lambda spec: {}),
+        "memory": SimpleNamespace(state=lambda: PartState(tensors=(away,))),
+    }
+    stage = build(make_context(run_dir=tmp_path, plugin="vault", built=built), VaultSection())
+    stage.close()
+    assert asked
+    assert died == []

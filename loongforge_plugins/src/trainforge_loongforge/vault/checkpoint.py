@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import xxhash
 
 from trainforge.checkpoints import remove_folder
-from trainforge.errors import CheckpointError
+from trainforge.errors import CheckpointError, ConfigError
 from trainforge.stages import Extent, NamedTensor, Slot
 from trainforge.toolbox.checkpointing import folders
 from trainforge.toolbox.checkpointing.documents import NAME, read_sealed
@@ -85,7 +86,15 @@ class VaultCheckpoint(FolderCheckpoint):
             self._reserving.start()
 
     def _reserve(self, device: torch.device, tensors: Sequence[NamedTensor]) -> None:
-        """Have buffers ready for the first save and the first update that overtakes it, where RAM has room for them."""
+        """Have buffers ready for the first save and the first update that overtakes it, where RAM has room for them.
+
+        Where they cannot be had, the save that needs them says so.
+        """
+        with contextlib.suppress(ConfigError):
+            self._reserve_staging(device, tensors)
+            self._reserve_copies(tensors)
+
+    def _reserve_staging(self, device: torch.device, tensors: Sequence[NamedTensor]) -> None:
         try:
             size = sum(named.tensor.nbytes for named in tensors if named.tensor.device.type != "cpu")
             size = size // self._world * _PLACED // (_PLACED - 1)
@@ -95,6 +104,8 @@ class VaultCheckpoint(FolderCheckpoint):
                 self._staging.reserve(size)
         finally:
             self._staged.set()
+
+    def _reserve_copies(self, tensors: Sequence[NamedTensor]) -> None:
         sizes = [
             named.tensor.numel() * named.dtype.itemsize
             for named in tensors
