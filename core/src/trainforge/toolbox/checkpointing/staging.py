@@ -109,9 +109,8 @@ class OneByOne(Sequence[Tensor]):
         copy = self._buffer[: chunk.bytes].view(getattr(torch, chunk.dtype))
         device = _copy_elements(chunk, self._spans[chunk.tensor], copy)
         if device.type not in ("cpu", "meta"):  # meta: it was read from a checkpoint
-            torch.accelerator.synchronize(
-                device
-            )  # the copy may be on its way; this thread's own device is the first
+            # The copy may still be on its way. A background thread's own device is the first of the machine.
+            torch.accelerator.synchronize(device)
         return copy
 
 
