@@ -375,3 +375,17 @@ def test_a_disk_that_refuses_to_read_for_a_moment_costs_no_checkpoint(tmp_path, 
         stage.wait()
     for step in (1, 2, 3):
         assert stage.verify(step_path(tmp_path, step)) == []
+
+
+def test_what_was_set_aside_and_cannot_be_read_for_a_moment_keeps_its_chunks(tmp_path):
+    stage = stage_in(tmp_path, keep=1)
+    stage.save(1, {"p": keyed({("a", "x"): torch.randn(100)})})
+    stage.wait()
+    aside = step_path(tmp_path, 1).rename(tmp_path / "checkpoints" / "abandoned-step-00000001-5")
+    document = aside / "checkpoint.json"
+    document.rename(tmp_path / "elsewhere")
+    document.symlink_to(document)  # reading it is an OSError now
+    stage.save(2, {"p": keyed({("a", "x"): torch.randn(100)})})
+    stage.wait()
+    (tmp_path / "elsewhere").rename(document)
+    assert stage.verify(aside) == []

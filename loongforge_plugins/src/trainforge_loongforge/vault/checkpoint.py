@@ -306,8 +306,11 @@ def _read_addresses(path: Path, plugin: str) -> frozenset[bytes]:
     except CheckpointError:
         try:
             writer = read_sealed(path / NAME).get("writer")
-        except CheckpointError:
-            if path.name.startswith(folders.ASIDE):
+        except CheckpointError as error:
+            refused = isinstance(error.__cause__, OSError) and not isinstance(
+                error.__cause__, FileNotFoundError
+            )
+            if path.name.startswith(folders.ASIDE) and not refused:  # else it may be whole
                 return frozenset()  # nobody can use it any more
             raise
         if writer == plugin or not isinstance(writer, str):
