@@ -166,6 +166,36 @@ def test_a_rank_that_cannot_take_its_snapshot_is_told_to_who_waits_for_its_part(
     assert names(tmp_path) == []
 
 
+class Broken(Toy):
+    """A part that fails in its own way."""
+
+    def __init__(self):
+        super().__init__({})
+
+    def state(self):
+        raise RuntimeError("the device has been lost")
+
+
+@pytest.mark.parametrize("does", ["save", "restore"])
+def test_whatever_fails_on_one_rank_is_told_to_all_before_they_wait(tmp_path, does):
+    save_on(1, tmp_path)
+    path = tmp_path / "checkpoints" / "step-00000002"
+
+    def work(rank, comm):
+        stage = checkpoint(tmp_path, rank=rank, world=2, comm=comm)
+        parts = {"m": Broken() if rank == 1 else shard(0, 1, torch.zeros(70))}
+        if does == "save":
+            stage.save(3, parts)
+        else:
+            stage.restore(parts, path)
+
+    first, second = on_ranks(2, work)
+    assert isinstance(first, CheckpointError)
+    assert str(first) == "rank 1: the device has been lost"
+    assert isinstance(second, RuntimeError)
+    assert names(tmp_path) == ["step-00000002"]
+
+
 def test_a_rank_that_cannot_see_the_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("trainforge.toolbox.checkpointing.stage._VISIBLE_S", 0.1)
 

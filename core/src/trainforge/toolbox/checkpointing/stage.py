@@ -195,10 +195,10 @@ class FolderCheckpoint(Checkpoint):
         try:
             if error is None:
                 self._prepare(step, parts, prepared)
-        except CheckpointError as problem:
-            error = problem
         except OSError as problem:
             error = room.disk_error(problem, self._folder, bytes_of(prepared.table))
+        except Exception as problem:  # whatever it is, the other ranks must hear of it
+            error = problem
         try:
             facts = self._facts(step, self._agree(step, prepared, error), prepared)
             with telling_others(facts):
@@ -231,17 +231,18 @@ class FolderCheckpoint(Checkpoint):
             CheckpointError: something is missing, damaged or of another shape, on this rank or another. The parts
                 may then be filled in part.
         """
-        error, stored = None, None
+        error: Exception | None = None
+        stored = None
         try:
             stored = self._read_once(path)
             states = {name: part.state() for name, part in parts.items()}
             _check_wanted(path, stored, states)
             self._load(path, stored, held_tensors(states)[1])
-        except CheckpointError as problem:
-            error = problem
-        except OSError as problem:  # the other ranks must hear of it
+        except OSError as problem:
             error = CheckpointError(f"{path} cannot be read: {problem.strerror or problem}")
             error.__cause__ = problem
+        except Exception as problem:  # whatever it is, the other ranks must hear of it
+            error = problem
         self._raise_together(error, self._comm.gather(None if error is None else str(error)))
         assert stored is not None, "without an error there is a manifest"
         self._sound.add(path.resolve())
