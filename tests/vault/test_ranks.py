@@ -202,6 +202,21 @@ def test_a_folder_of_packs_that_one_rank_cannot_list_is_told_to_all(tmp_path):
     assert str(second) == f"{step_path(tmp_path, 2)} cannot be read: {os.strerror(errno.ESTALE)}"
 
 
+def test_what_fails_after_a_save_is_told_and_leaves_the_folder_unlocked(tmp_path, monkeypatch):
+    stage = stage_in(tmp_path, timeout=0.3)
+
+    def fail(save):
+        raise RuntimeError("not tidied up")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "_ended", fail)
+        stage.save(1, {"m": keyed({})})
+        with pytest.raises(RuntimeError, match="not tidied up"):
+            stage.wait()
+    stage.save(2, {"m": keyed({})})
+    stage.wait()
+
+
 # ------------------------------------------------------------------------------------------------------ whole runs
 
 

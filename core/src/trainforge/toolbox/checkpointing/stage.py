@@ -421,8 +421,12 @@ class FolderCheckpoint(Checkpoint):
         except Exception as error:
             self._error = error
         finally:
-            self._ended(save)
-            _unlock(locks)
+            try:
+                self._ended(save)
+            except Exception as error:
+                self._error = self._error or error
+            finally:
+                _unlock(locks)
 
     def _prune(self, latest: Path) -> None:
         try:
