@@ -330,6 +330,28 @@ def test_a_checkpoint_that_a_run_deletes_meanwhile_is_not_called_damaged(kept: P
     assert len(list((kept / "checkpoints").iterdir())) == 2
 
 
+def test_a_checkpoint_that_a_run_deletes_meanwhile_is_not_listed(kept: Path):
+    for step in (40, 50):
+        checkpoint(kept, step, bytes=5)
+    plugin = SHARING.replace(
+        "import json", "import json, shutil\nfrom trainforge.errors import CheckpointError"
+    )
+    plugin += """
+def describe(self, path):
+    if path.name.endswith("50"):
+        shutil.rmtree(path)
+        raise CheckpointError("it is missing")
+    return {}
+Keeper.describe = describe
+"""
+    (kept.parent / "keeper.py").write_text(plugin)
+    listed = forge("checkpoints", str(kept))
+    assert listed.exit_code == 0, listed.output
+    assert listed.stderr == ""
+    assert [row.split()[0] for row in listed.stdout.splitlines()] == ["step", "1", "2", "30", "40", "the"]
+    assert listed.stdout.endswith("step-00000040\n")
+
+
 def test_pruning_says_why_a_folder_does_not_let_it(kept: Path):
     text = (kept.parent / "keeper.py").read_text()
     refusing = (

@@ -71,7 +71,7 @@ def list_checkpoints(folder: Path, unreadable: list[Unreadable] | None = None) -
         try:
             if path.is_dir():
                 infos.append(_info(step, path))
-        except CheckpointError as error:
+        except (CheckpointError, FileNotFoundError) as error:
             if not path.exists():  # a run that saves here has deleted it since
                 continue
             if unreadable is None:

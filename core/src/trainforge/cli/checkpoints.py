@@ -116,7 +116,10 @@ def _list(folder: Path, found: list[CheckpointInfo], unreadable: list[Unreadable
     from trainforge.toolbox.checkpointing.folders import ASIDE
     from trainforge.units import format_bytes
 
-    best, about = best_of(found, "eval_loss"), describe_sizes(found)
+    # One that a run has deleted while the plugins were asked is not there any more, and no problem.
+    about = [one for one in describe_sizes(found) if not one.problem or one.info.path.exists()]
+    found = [one.info for one in about]
+    best = best_of(found, "eval_loss")
     shared = any(one.new_bytes is not None for one in about)
     more = ("new", "ratio") if shared else ()
     table = Table(box=None, pad_edge=False)
