@@ -211,11 +211,11 @@ def _verify(found: list[CheckpointInfo], unreadable: list[Unreadable], step: int
             click.echo(f"  and {len(problems) - _SHOWN_PROBLEMS:,} problems more")
         damaged += bool(problems)
     if damaged:
-        raise CheckpointError(
-            "the checkpoint is damaged"
-            if len(chosen) == 1
-            else f"{damaged} of {len(chosen)} checkpoints are damaged"
-        )
+        sound = damaged < len(chosen)
+        way = "; a run resumes from the newest that is sound" if sound and step is None else ""
+        of = f"{damaged} of {len(chosen)} checkpoints" if len(chosen) > 1 else f"step {chosen[0]}"
+        click.echo(f"damaged: {of}{way}", err=True)
+        raise click.exceptions.Exit(1)
 
 
 def _prune(
