@@ -140,6 +140,21 @@ def test_merging_a_step_is_exporting_it(run_dir: Path):
         assert Path("exported", name).read_bytes() == Path("merged", name).read_bytes()
 
 
+def test_a_damaged_step_is_not_exported_and_an_older_one_is_named(run_dir: Path, tmp_path: Path):
+    copy = tmp_path / "copy"
+    shutil.copytree(run_dir, copy)
+    for data in copy.glob("checkpoints/step-00000003/*.safetensors"):
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+        data.write_bytes(content)
+    refused = forge("export", copy, "damaged")
+    assert refused.exit_code == 1
+    assert "is damaged" in refused.stderr
+    assert "The newest before it is that of step 2" in refused.stderr
+    assert not Path("damaged").exists()
+    assert forge("export", copy, "sound", "--step", 2).exit_code == 0
+
+
 def test_two_steps_are_compared_by_checksums_without_reading_them(run_dir: Path, tmp_path: Path):
     copy = tmp_path / "copy"
     shutil.copytree(run_dir, copy)

@@ -13,7 +13,7 @@ from trainforge.blame import STARTING, blaming
 from trainforge.checkpoints import checkpoints_folder, list_checkpoints, open_reader
 from trainforge.context import Batching, Context
 from trainforge.digest import combined_digest, content_digest
-from trainforge.errors import UserError
+from trainforge.errors import CheckpointError, UserError
 from trainforge.planning import make_plan
 from trainforge.restored import leave_out_initial_weights
 from trainforge.retention import best_of, newest_usable
@@ -174,11 +174,21 @@ def build_tokenizer(stored: StoredRun, ctx: Context) -> Tokenizer | None:
 
 @contextlib.contextmanager
 def reading(stored: StoredRun, ctx: Context) -> Iterator[Checkpoint]:
-    """The checkpoint stage that wrote the checkpoint; closed at the end."""
+    """The checkpoint stage that wrote the checkpoint; closed at the end.
+
+    Raises:
+        CheckpointError: it is damaged; says which older one there is.
+    """
     reader = open_reader(stored.checkpoint)
     try:
         with blaming(ctx, stored.checkpoint.writer, "checkpoint", f"reading {stored.checkpoint.path}"):
             yield reader
+    except CheckpointError as error:
+        folder, step = stored.checkpoint.path.parent, stored.checkpoint.step
+        older = [info.step for info in list_checkpoints(folder, []) if info.step < step]
+        if not older:
+            raise
+        raise CheckpointError(f"{error}. The newest before it is that of step {older[-1]}") from error
     finally:
         reader.close()
 
