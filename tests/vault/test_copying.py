@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,23 @@ def helpers():
     made = Helpers()
     yield made
     made.close()
+
+
+def test_only_cores_that_the_process_may_use_have_helpers():
+    cores, threads = os.sched_getaffinity(0), set()
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        alone = Helpers()
+    finally:
+        os.sched_setaffinity(0, cores)
+
+    def work(item):
+        time.sleep(0.01)
+        threads.add(threading.get_ident())
+
+    alone.run(work, range(1, 9))
+    alone.close()
+    assert threads == {threading.get_ident()}
 
 
 def test_every_item_is_worked_on_once(helpers):

@@ -24,7 +24,7 @@ class Helpers:
     """Threads that help whoever has much to do. They begin with the first work, and end with `close`."""
 
     def __init__(self) -> None:
-        self._count = min(_MOST_THREADS, os.cpu_count() or 1) - 1
+        self._count = min(_MOST_THREADS, len(os.sched_getaffinity(0))) - 1
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 

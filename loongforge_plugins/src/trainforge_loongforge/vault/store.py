@@ -38,7 +38,7 @@ class Store:
         folder: where packs lie; made when the first one is written.
         storage: how bytes reach files and come back.
         compress: compress new chunks where that makes them smaller (zstd). Compressed ones are always readable.
-        threads: how many hash or read at the same time; as many as there are cores, at most 4, when not given.
+        threads: how many hash or read at the same time; as many as the process has cores, at most 4, when not given.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Store:
             zstd()  # a missing package is told before the run starts
         self.folder = folder
         self._storage, self._compress = storage, compress
-        self._threads = threads or min(_MOST_THREADS, os.cpu_count() or 1)
+        self._threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         self._index = Index(folder)
         self._reader = Reader(self._index, storage)
         self._index.refresh()
