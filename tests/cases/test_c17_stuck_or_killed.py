@@ -106,7 +106,7 @@ def test_a_rank(tmp_path, stuck):
     assert re.search(rf"rank {stuck} (did not reach step|ended or hangs while rank {1 - stuck} was)", err), (
         err
     )
-    assert re.search(rf"rank {stuck} was last seen .* of step \d+ \(stage \w+\)", err), err
+    assert re.search(rf"rank {stuck} was last seen .* (of step|steps up to) \d+ \(stage \w+\)", err), err
     assert "killed" not in err  # it was in the end, but only for being stuck
     assert "Traceback" not in out + err
     assert gone(family)

@@ -17,11 +17,11 @@ import pytest
 import torch
 from tests.dcp.toys import Toy, checkpoint, names, whole
 
-from trainforge.errors import CheckpointError
+from trainforge.errors import CheckpointError, ConfigError
 from trainforge.stages import Extent, LazyTensor, PartState, is_checkpoint_name
 from trainforge.toolbox.checkpointing import folders
 from trainforge.toolbox.checkpointing.layout import Chunk, Held
-from trainforge.toolbox.checkpointing.staging import OneByOne
+from trainforge.toolbox.checkpointing.staging import OneByOne, Staging
 from trainforge_plugins.dcp import saving, storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -64,6 +64,22 @@ def test_a_disk_that_does_not_keep_up_is_told_once_until_it_gets_twice_as_bad(tm
     assert first.startswith("dcp: the checkpoint of step 2 had to wait 3.0 s for the one before")
     assert second.startswith("dcp: the checkpoint of step 4 had to wait 6.1 s")
     assert "save less often (train.save_every)" in first
+
+
+def test_without_page_locked_memory_training_waits_unless_background_was_asked_for(tmp_path, monkeypatch):
+    def refused(self, chunks, held):
+        raise ConfigError("1.0 GiB of host RAM cannot be page-locked")
+
+    monkeypatch.setattr(Staging, "snapshot", refused)
+    stage = checkpoint(tmp_path)
+    stage.save(1, {"p": whole(w=torch.ones(10))})
+    assert names(tmp_path) == ["step-00000001"]
+    assert "cannot be page-locked. Training waits while a checkpoint is written" in stage._console.lines[-1]
+    target = torch.zeros(10)
+    stage.restore({"p": whole(w=target)}, tmp_path / "checkpoints" / "step-00000001")
+    assert target.tolist() == [1.0] * 10
+    with pytest.raises(ConfigError, match="page-locked"):
+        checkpoint(tmp_path / "b", background=True).save(1, {"p": whole(w=torch.ones(10))})
 
 
 def test_how_long_a_save_waits_for_the_one_before_is_what_is_told(tmp_path, monkeypatch):

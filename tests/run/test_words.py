@@ -79,6 +79,17 @@ def test_a_checkpoint_that_does_not_say_what_it_is_is_passed_over_too(tmp_path, 
     assert "resumed from step 2 of 4" in said
 
 
+def test_a_checkpoint_that_cannot_be_read_for_now_is_not_given_up(tmp_path):
+    """The system refuses, as with too many open files; that is no damage, and nothing may be passed over for it."""
+    recipe = damaged(tmp_path)
+    file = tmp_path / "run/checkpoints/step-00000004/checkpoint.json"
+    file.unlink()
+    file.symlink_to(file)
+    with pytest.raises(CheckpointError, match="and try again"):
+        run(recipe, tmp_path / "run")
+    assert file.is_symlink()
+
+
 def test_the_screen_says_first_what_is_run_and_where(tmp_path, capsys):
     recipe = write_recipe(tmp_path, train={"steps": 1, "save_every": 1})
     run(recipe, tmp_path / "run")

@@ -428,6 +428,39 @@ def test_a_copy_that_is_being_made_while_the_save_ends(fails):
     assert world.snapshot._copies == 0 or not fails
 
 
+def test_the_copies_of_a_save_that_fails_are_used_again():
+    world = World(most_copies=1000, chunk_bytes=400)
+    buffers, taken = world.snapshot.buffers, []
+    take = buffers.take
+    buffers.take = lambda size=0: taken.append(1) or take()
+    given_back = []
+    give_back = buffers.give_back
+    buffers.give_back = lambda buffer: given_back.append(1) or give_back(buffer)
+    world.update("a")
+    assert taken
+    assert not given_back
+    world.snapshot.end()
+    assert len(given_back) == len(taken)
+    assert world.snapshot._copies == 0
+
+
+def test_buffers_that_somebody_makes_meanwhile_are_not_made_twice():
+    """An update takes some between the look at what is missing and the making."""
+    buffers = real.Buffers()
+
+    class Overtaken:
+        def __enter__(self) -> None:
+            if not buffers.made:
+                buffers._make(5)
+
+        def __exit__(self, *_: Any) -> None:
+            pass
+
+    buffers._lock = Overtaken()
+    buffers.reserve(3)
+    assert buffers.made == 5
+
+
 def test_a_piece_that_cannot_be_read_fails_the_save_and_keeps_nobody(tmp_path):
     """As when a device is lost: the store's error is that of the piece, and every update goes on."""
     world = World(most_copies=2)

@@ -74,10 +74,20 @@ def list_checkpoints(folder: Path, unreadable: list[Unreadable] | None = None) -
         except (CheckpointError, FileNotFoundError) as error:
             if not path.exists():  # a run that saves here has deleted it since
                 continue
+            if _was_refused(error):
+                raise CheckpointError(
+                    f"{error}: see its permissions and the system's limits, and try again"
+                ) from error
             if unreadable is None:
                 raise CheckpointError(f"{error}: move it away") from error
             unreadable.append(Unreadable(path, str(error)))
     return infos
+
+
+def _was_refused(error: Exception) -> bool:
+    """Whether the system would not let it be read, for now: too many open files, say. That is no damage."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError | NotADirectoryError)
 
 
 def bring_back(folder: Path) -> None:

@@ -58,8 +58,6 @@ def _look(ctx: Context, folder: RunFolder, options: RunOptions) -> Found | None:
     existing = list_checkpoints(folder.checkpoints, unreadable)
     if unreadable and not existing:
         raise CheckpointError(f"{unreadable[0].about}: move it away")
-    for problem in unreadable:
-        ctx.console.warn(f"{problem.about}. It is passed over, and set aside as {set_aside(problem.path)}")
     wanted = [info for info in existing if options.resume in (None, info.step)]
     if options.resume is not None and not wanted:
         kept = ", ".join(str(info.step) for info in existing) or "none"
@@ -79,6 +77,8 @@ def _look(ctx: Context, folder: RunFolder, options: RunOptions) -> Found | None:
             f"the weights of step {wanted[-1].step} are not finite: going back to step {info.step}. What led there may "
             "happen again: look at the rows in between, or lower train.lr with --allow-change train.lr"
         )
+    for problem in unreadable:
+        ctx.console.warn(f"{problem.about}. It is passed over, and set aside as {set_aside(problem.path)}")
     return Found(info.step, str(info.path), info.writer, writer_reference(folder.path, info.writer))
 
 

@@ -65,7 +65,8 @@ class HostMemory:
         if error:
             raise ConfigError(
                 f"{size / 2**30:.1f} GiB of host RAM cannot be page-locked (CUDA error {error}): raise the limit "
-                "(`ulimit -l unlimited`, or --ulimit memlock=-1 for a container), or switch page-locking off"
+                "(`ulimit -l unlimited`, or --ulimit memlock=-1 for a container), or do without page-locking where the "
+                "plugin has a key for it"
             )
         self._locked.append(tensor)
         return tensor

@@ -125,8 +125,9 @@ class VaultCheckpoint(FolderCheckpoint):
         chunks = facts.chunks_of(self._rank)
         live = {chunk: found for chunk in chunks if (found := overtakable(self._names, held, chunk))}
         fixed = [chunk for chunk in chunks if chunk not in live]
-        background = self._in_background(fixed)
-        copies = dict(zip(fixed, self._staging.snapshot(fixed, held), strict=True)) if background else {}
+        staged = self._copied(fixed, held)
+        background = staged is not None
+        copies = {} if staged is None else dict(zip(fixed, staged, strict=True))
         snapshot = Snapshot(self._buffers, self._most_copies() if background else 0)
         for chunk in chunks:
             known = self._known.get(_place(chunk))

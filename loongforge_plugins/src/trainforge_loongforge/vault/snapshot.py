@@ -62,9 +62,12 @@ class Buffers:
         Raises:
             ConfigError: it cannot be had.
         """
-        while self.made < count and not self._closed:
+        while True:
             with self._lock:
-                self._make(min(count - self.made, _SLAB_CHUNKS))
+                missing = count - self.made
+                if missing <= 0 or self._closed:
+                    return
+                self._make(min(missing, _SLAB_CHUNKS))
 
     def give_back(self, buffer: Tensor) -> None:
         """Let somebody else use it."""
@@ -230,9 +233,12 @@ class Snapshot:
     def end(self) -> None:
         """The save has ended, well or not: nobody need wait for it."""
         with self._changed:
-            for pieces in self._by_name.values():
-                for piece in pieces:
-                    piece.state = _DONE
+            for piece in (piece for pieces in self._by_name.values() for piece in pieces):
+                if piece.copy is not None and piece.state is _COPIED:  # nobody has it open
+                    self.buffers.give_back(piece.copy)
+                    piece.copy = None
+                    self._copies -= 1
+                piece.state = _DONE
             self._changed.notify_all()
 
     def before_write(self, names: Collection[str]) -> None:

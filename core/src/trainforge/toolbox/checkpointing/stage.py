@@ -24,7 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from trainforge.errors import CheckpointError
+from trainforge.errors import CheckpointError, ConfigError
 from trainforge.retention import measured
 from trainforge.stages import Checkpoint, CheckpointInfo, Comm, Extent, LazyTensor, Part, PartState
 from trainforge.toolbox.checkpointing import folders, room
@@ -299,9 +299,20 @@ class FolderCheckpoint(Checkpoint):
         self, chunks: list[Chunk], held: Mapping[str, Sequence[Held]]
     ) -> tuple[Sequence[Tensor], bool]:
         """Copies of this rank's chunks, and whether training may go on while they are written."""
-        if self._in_background(chunks):
-            return self._staging.snapshot(chunks, held), True
-        return OneByOne(chunks, held), False
+        copies = self._copied(chunks, held)
+        return (OneByOne(chunks, held), False) if copies is None else (copies, True)
+
+    def _copied(self, chunks: list[Chunk], held: Mapping[str, Sequence[Held]]) -> Sequence[Tensor] | None:
+        """Copies of the chunks, complete; None where training has to wait while they are written."""
+        if not self._in_background(chunks):
+            return None
+        try:
+            return self._staging.snapshot(chunks, held)
+        except ConfigError as error:  # page-locked memory is short, whatever RAM there is
+            if self._background != "auto":
+                raise
+            self._console.warn(f"{self._plugin}: {error}. Training waits while a checkpoint is written")
+            return None
 
     def _read_once(self, path: Path) -> Stored:
         """What `_read` gives, for as long as checkpoint.json stays the same: weights are read one by one."""

@@ -35,7 +35,7 @@ class Staging:
             1-D CPU tensors in the order of `chunks`, valid until the next snapshot.
         """
         if chunks != self._chunks:
-            self._copies = []  # given back before the new ones are allocated
+            self._chunks, self._copies = [], []  # given back before the new ones are allocated
             self._copies = self._allocate(chunks)
             self._chunks = chunks
         sources = {tensor: sorted(spans, key=lambda span: span.offset) for tensor, spans in held.items()}
