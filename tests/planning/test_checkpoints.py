@@ -16,6 +16,7 @@ from trainforge.checkpoints import (
 )
 from trainforge.describing import Description, compare, describe_checkpoints
 from trainforge.errors import CheckpointError, SelectionError, UserError
+from trainforge.outlook import outlook
 from trainforge.stages import CheckpointInfo
 
 
@@ -207,3 +208,13 @@ def test_an_unknown_writer_is_named(tmp_path: Path):
     write(tmp_path, 1, writer="nobody_installed")
     with pytest.raises(SelectionError, match="no plugin is called nobody_installed"):
         verify_checkpoint(list_checkpoints(tmp_path)[0])
+
+
+def test_what_is_said_after_a_failure_is_what_the_next_start_does(tmp_path: Path):
+    """It passes over a checkpoint that does not say what it is."""
+    for step, text in ((2, None), (4, "{")):
+        folder = tmp_path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        about = {"step": step, "writer": "dcp", "format": 1, "saved_at": 1.0}
+        (folder / "checkpoint.json").write_text(text or json.dumps(about))
+    assert outlook(tmp_path).startswith("Run again to resume from step 2")

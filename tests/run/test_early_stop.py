@@ -76,7 +76,7 @@ def test_the_best_and_those_for_ever_are_kept_and_marked(tmp_path, scripted):
     shown = CliRunner().invoke(main, ["checkpoints", str(tmp_path / "run")], env={"COLUMNS": "200"}).output
     lines = {line.split()[0]: line for line in shown.splitlines()[1:] if line.split()[0].isdigit()}
     assert "3.9000" in lines["4"]
-    assert [step for step, line in lines.items() if " best " in line] == ["4"]
+    assert [step for step, line in lines.items() if "best" in line.split()] == ["4"]
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:

@@ -12,7 +12,7 @@ from trainforge.retention import newest_usable
 def outlook(run_dir: Path) -> str:
     """The last line that a person reads after a failure: from which step the run resumes, or that nothing was saved."""
     try:
-        found = list_checkpoints(run_dir / "checkpoints")
+        found = list_checkpoints(run_dir / "checkpoints", [])  # a resume passes over what it cannot read
     except (CheckpointError, OSError):
         return f"What was saved cannot be told: look into {run_dir / 'checkpoints'}."
     newest = newest_usable(found)
