@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import shutil
@@ -80,6 +81,17 @@ def test_without_page_locked_memory_training_waits_unless_background_was_asked_f
     assert target.tolist() == [1.0] * 10
     with pytest.raises(ConfigError, match="page-locked"):
         checkpoint(tmp_path / "b", background=True).save(1, {"p": whole(w=torch.ones(10))})
+
+
+def test_plain_data_that_is_no_number_comes_back(tmp_path):
+    """NaN is not equal to itself: reading back what was written must not take it for damage."""
+    stage = checkpoint(tmp_path)
+    part = Toy({("m", "w"): [((10,), 0, torch.ones(10))]}, {"loss": float("nan")})
+    stage.save(1, {"p": part})
+    stage.wait()
+    target = Toy({("m", "w"): [((10,), 0, torch.zeros(10))]})
+    stage.restore({"p": target}, tmp_path / "checkpoints" / "step-00000001")
+    assert math.isnan(target.loaded[1]["loss"])
 
 
 def test_how_long_a_save_waits_for_the_one_before_is_what_is_told(tmp_path, monkeypatch):

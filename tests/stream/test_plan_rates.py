@@ -15,6 +15,7 @@ from trainforge_megatrain.stream import StreamSection, rates
 from trainforge_megatrain.stream import model_speed as model_speed_module
 from trainforge_megatrain.stream.forecast import Rates, step_flops
 from trainforge_megatrain.stream.model_speed import ModelSpeed, model_speed
+from trainforge_megatrain.stream.timing import ROUNDS
 from trainforge_megatrain.stream.units import divide
 
 
@@ -62,7 +63,7 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path, monkeypatch):
 
 def test_copies_and_updates_are_timed_as_they_are(monkeypatch):
     """One second per round, whatever it does."""
-    monkeypatch.setattr(rates, "_seconds", lambda device, work, rounds=3: (work(), 1.0)[1])
+    monkeypatch.setattr(rates, "fastest_s", lambda device, work: (work(), 1.0)[1])
     device = torch.device("cpu")
     assert rates._copies(device, pinned=False) == (2 * 2**26,) * 2
     assert rates._product(device, torch.float32) == 2 * 512**3
@@ -103,15 +104,15 @@ def test_the_speed_is_the_blocks_flops_over_its_time(tmp_path, monkeypatch):
     ctx = described(tmp_path, micro_batch=2, accumulate=3)
     ctx.row_tokens = 32
     counted = []
-    real = model_speed_module._fastest
+    real = model_speed_module.fastest_s
 
     def fastest(*args) -> float:
         with FlopCounterMode(display=False) as counter:
             real(*args)
-        counted.append(counter.get_total_flops() / (model_speed_module._ROUNDS + 1))
+        counted.append(counter.get_total_flops() / (ROUNDS + 1))
         return 1.0
 
-    monkeypatch.setattr(model_speed_module, "_fastest", fastest)
+    monkeypatch.setattr(model_speed_module, "fastest_s", fastest)
     speed = model_speed(torch.device("cpu"), torch.float32, ctx.model, sizes_of(ctx))
     matrices = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160
     assert counted == [(8 * matrices - 2 * 64 * 160) * 2 * 32, 6 * 64 * 264 * 2 * 32]

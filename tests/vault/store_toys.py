@@ -133,3 +133,8 @@ def flip(path: Path, at: int, bit: int = 1) -> None:
         file.seek(at)
         file.write(bytes([old ^ bit]))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def addresses(*refs: Ref) -> list[bytes]:
+    """What a collection is told of."""
+    return [ref.address for ref in refs]

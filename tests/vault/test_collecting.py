@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.vault.store_toys import (
     PlainSink,
     Toy,
+    addresses,
     content,
     packs_in,
     read,
@@ -32,10 +33,6 @@ from trainforge_loongforge.vault.packs import PackWriter, read_index
 from trainforge_loongforge.vault.store import Store
 
 KIB = [content(seed, 1000) for seed in range(400)]
-
-
-def addresses(*refs: Ref) -> list[bytes]:
-    return [ref.address for ref in refs]
 
 
 def overhead(folder: Path, live: set[bytes]) -> float:
@@ -81,16 +78,6 @@ def test_more_than_half_stays_and_half_does_not(tmp_path, live, stays):
     assert (packs_in(tmp_path / "packs") == ["s-r00000-000.pack"]) is stays
     assert done.overhead_bytes == (4000 if stays else 0)
     assert store.verify(refs[:live]) == {}
-
-
-def test_packs_to_keep_are_left_alone(tmp_path):
-    store = store_in(tmp_path / "packs")
-    save(store, "a", KIB[:2])
-    save(store, "b", KIB[2:4])
-    (tmp_path / "packs/.tmp-b-r00001-000.pack").write_bytes(b"being written")
-    (tmp_path / "packs/.tmp-c-r00001-000.pack").write_bytes(b"left by a writer that was killed")
-    store.collect([], keep_packs=["b-r00000-000.pack", "b-r00001-000.pack"])
-    assert packs_in(tmp_path / "packs") == [".tmp-b-r00001-000.pack", "b-r00000-000.pack"]
 
 
 def test_a_retried_save_hides_nothing(tmp_path):

@@ -11,6 +11,7 @@ from tests.support.crash_fs import Recorder, crashes, write_tree
 from tests.vault.store_toys import (
     PlainStorage,
     Toy,
+    addresses,
     content,
     packs_in,
     read,
@@ -20,15 +21,10 @@ from tests.vault.store_toys import (
 )
 
 from trainforge_loongforge.vault import packs
-from trainforge_loongforge.vault.hashing import Ref
 from trainforge_loongforge.vault.packs import PackWriter
 from trainforge_loongforge.vault.storage import Storage
 
 KIB = [content(seed, 1000) for seed in range(10)]
-
-
-def addresses(*refs: Ref) -> list[bytes]:
-    return [ref.address for ref in refs]
 
 
 class Killed(BaseException):

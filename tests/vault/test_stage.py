@@ -226,6 +226,21 @@ def test_plain_data_that_is_no_number_comes_back(tmp_path):
     assert loss != loss
 
 
+def test_chunks_that_lie_nowhere_are_told_before_somebody_needs_them(tmp_path):
+    stage = stage_in(tmp_path, keep=2)
+    stage.save(1, {"p": keyed({("value", "w"): torch.randn(10)})})
+    stage.wait()
+    assert not [line for line in stage._console.lines if "no pack holds" in line]
+    for pack in (tmp_path / "checkpoints/packs").iterdir():
+        pack.unlink()
+    stage.save(2, {"p": keyed({("value", "w"): torch.randn(10)})})
+    stage.wait()
+    told = [line for line in stage._console.lines if "no pack holds" in line]
+    assert len(told) == 1
+    assert told[0].startswith("vault: no pack holds 1 chunk that checkpoints name")
+    assert "verify` says which" in told[0]
+
+
 # ------------------------------------------------------------------------------------------------- deduplication
 
 

@@ -109,12 +109,10 @@ def test_what_was_found_damaged_is_written_again(tmp_path):
 def test_any_pieces_on_any_number_of_threads_keep_their_order(tmp_path_factory, sizes, threads, compress):
     folder = tmp_path_factory.mktemp("store") / "packs"
     chunks = [content(seed % 7, size) for seed, size in enumerate(sizes)]
-    done: list[int] = []
     store = store_in(folder, threads=threads, compress=compress)
-    written = store.write("s", 0, [Toy(chunk) for chunk in chunks], done.append)
+    written = store.write("s", 0, [Toy(chunk) for chunk in chunks])
     assert written.refs == [ref_of(chunk) for chunk in chunks]
     assert written.new_chunks == len(set(chunks))
-    assert sum(done) == sum(sizes)
     got: dict[int, bytes] = {}
     outs = [bytearray(len(chunk)) for chunk in chunks]
     wanted = [(ref, memoryview(out)) for ref, out in zip(written.refs, outs, strict=True)]
@@ -288,13 +286,6 @@ class TestFailures:
         assert packs_in(tmp_path / "packs") == []
         assert not any(piece.is_open for piece in pieces)
         assert all(piece.opened_times <= 1 for piece in pieces)
-
-    def test_a_progress_bar_that_fails(self, tmp_path):
-        pieces = [Toy(bytes([at]) * CHUNK_BYTES) for at in range(6)]
-        with pytest.raises(ZeroDivisionError):
-            store_in(tmp_path / "packs", threads=2).write("s", 0, pieces, lambda done: 1 / 0)
-        assert packs_in(tmp_path / "packs") == []
-        assert not any(piece.is_open for piece in pieces)
 
 
 def asking(real, ask):

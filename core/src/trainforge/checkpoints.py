@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -20,6 +19,7 @@ from trainforge.blame import STARTING, blaming
 from trainforge.discovery import load_provider
 from trainforge.errors import CheckpointError, ConfigError, UserError
 from trainforge.stages import CheckpointInfo, is_checkpoint_name
+from trainforge.toolbox.checkpointing.folders import fsync_folder
 from trainforge.trust import may_have_come_along
 from trainforge.values import REPLACED
 
@@ -99,7 +99,7 @@ def bring_back(folder: Path) -> None:
         final = path.with_name(path.name.removeprefix(REPLACED))
         if is_checkpoint_name(final.name) is not None and not final.exists():
             path.rename(final)
-            _fsync(folder)
+            fsync_folder(folder)
 
 
 def verify_checkpoint(info: CheckpointInfo) -> list[str]:
@@ -135,18 +135,9 @@ def remove_folder(path: Path) -> int:
         shutil.rmtree(aside)
     size = _size(path)
     path.rename(aside)
-    _fsync(path.parent)
+    fsync_folder(path.parent)
     shutil.rmtree(aside)
     return size
-
-
-def _fsync(folder: Path) -> None:
-    """Bring the folder's list of names to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

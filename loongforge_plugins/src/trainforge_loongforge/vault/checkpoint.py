@@ -21,6 +21,7 @@ from trainforge.toolbox.checkpointing.protocol import Save, SaveFacts
 from trainforge.toolbox.checkpointing.stage import FolderCheckpoint
 from trainforge.toolbox.host_limits import host_limit
 from trainforge.units import format_bytes
+from trainforge.wording import counted
 from trainforge_loongforge.vault import manifest
 from trainforge_loongforge.vault.hashing import Ref, give_way
 from trainforge_loongforge.vault.loading import targets
@@ -158,7 +159,7 @@ class VaultCheckpoint(FolderCheckpoint):
         if snapshot is not None:
             snapshot.end()
             self._metrics["slowdown_ms"] = snapshot.delayed_s * 1000
-        if save.document is None or save.written is None:
+        if not isinstance(save.document, Manifest) or save.written is None:
             return
         own = save.facts.chunks_of(self._rank)
         self._known = {_place(chunk): ref for chunk, ref in zip(own, save.written.refs, strict=True)}
@@ -268,6 +269,11 @@ class VaultCheckpoint(FolderCheckpoint):
         collected = self._store.collect(live)
         for pack, why in collected.damaged.items():
             self._console.warn(f"vault: {pack} is kept although it is damaged: {why}")
+        if collected.missing:
+            self._console.warn(
+                f"vault: no pack holds {counted(len(collected.missing), 'chunk')} that checkpoints name: `forge "
+                f"checkpoints {self._folder.parent} verify` says which of them cannot be restored"
+            )
         self._metrics["overhead_bytes"] = float(collected.overhead_bytes)
         if collected.freed_bytes:
             self._console.log(

@@ -50,12 +50,9 @@ class Collected:
 class Collector:
     """One collection. `run` may be called once."""
 
-    def __init__(
-        self, storage: Storage, index: Index, reader: Reader, live: Collection[bytes], kept: Collection[str]
-    ) -> None:
+    def __init__(self, storage: Storage, index: Index, reader: Reader, live: Collection[bytes]) -> None:
         self._storage, self._index, self._reader = storage, index, reader
         self._live = frozenset(live)
-        self._kept = frozenset(kept)
         self._name = f"collect{uuid.uuid4().hex}-r00000"
         self._writer: PackWriter | None = None
         self._written = self._freed = self._rewritten = 0
@@ -69,7 +66,7 @@ class Collector:
         """Delete what is dead, rewrite what is mostly dead; see `Store.collect`."""
         missing = {address for address in self._live if not self._index.places(address)}
         if not missing:  # then nothing that anybody needs can be in a pack that cannot be read
-            self._drop(name for name in list(self._damaged) if name not in self._kept)
+            self._drop(list(self._damaged))
         homes = self._homes()
         going = [pack for pack in self._index.packs if self._is_mostly_dead(pack, homes)]
         alive = [pack for pack in going if self._live_in(pack)]
@@ -84,9 +81,9 @@ class Collector:
 
     def _homes(self) -> dict[bytes, str]:
         """The pack that keeps each live chunk: of several copies, the one in the pack that is most alive."""
-        alive = {pack: (pack in self._kept, self._share(pack)) for pack in self._index.packs}
+        alive = {pack: self._share(pack) for pack in self._index.packs}
         homes: dict[bytes, str] = {}
-        for pack in sorted(alive, key=lambda name: (*alive[name], name), reverse=True):
+        for pack in sorted(alive, key=lambda name: (alive[name], name), reverse=True):
             for place in self._live_in(pack):
                 address = place.entry.address
                 best = self._index.places(address)[0].pack  # another when this copy is known to be damaged
@@ -94,8 +91,6 @@ class Collector:
         return homes
 
     def _is_mostly_dead(self, pack: str, homes: dict[bytes, str]) -> bool:
-        if pack in self._kept:
-            return False
         stored = sum(place.entry.stored for place in self._index.packs[pack])
         needed = [p.entry.stored for p in self._live_in(pack) if homes[p.entry.address] == pack]
         return not needed or (2 * sum(needed) <= stored and stored > 0)
@@ -190,10 +185,9 @@ class Collector:
         )
 
 
-def remove_leftovers(folder: Path, kept: Collection[str] = ()) -> int:
-    """Remove what writers that were killed have left, except for packs named in `kept`; gives how many there were."""
-    leftovers = list(folder.glob(f"{TEMPORARY}*{SUFFIX}")) if folder.is_dir() else []
-    dead = [path for path in leftovers if path.name.removeprefix(TEMPORARY) not in kept]
+def remove_leftovers(folder: Path) -> int:
+    """Remove what writers that were killed have left; gives how many files there were."""
+    dead = list(folder.glob(f"{TEMPORARY}*{SUFFIX}")) if folder.is_dir() else []
     for path in dead:
         path.unlink(missing_ok=True)
     return len(dead)

@@ -75,7 +75,6 @@ class Batch:
     """Consecutive pieces that were hashed together; their data is there until it is closed."""
 
     pieces: list[Hashed] = field(default_factory=list)
-    raw_bytes: int = 0
     _open: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Batch:
@@ -100,7 +99,6 @@ class Batch:
             elif hashed.data is data:
                 hashed.data = memoryview(bytes(data))  # what an open piece holds may be more than its bytes
             self.pieces.append(hashed)
-            self.raw_bytes += hashed.ref.length
 
 
 def hashed_batches(

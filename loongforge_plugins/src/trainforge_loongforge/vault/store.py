@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,10 +58,6 @@ class Store:
         """Packs that cannot be used, by name, and why."""
         return dict(self._index.damaged)
 
-    def refresh(self) -> None:
-        """Read the indexes of packs that have appeared or changed or could not be read; forget those that have gone."""
-        self._index.refresh(again=self._index.damaged)
-
     def has(self, address: bytes) -> bool:
         """Whether a pack holds the chunk of an address, and it was not found damaged."""
         return self._index.has(address)
@@ -71,7 +67,6 @@ class Store:
         save_id: str,
         rank: int,
         pieces: Sequence[Piece],
-        progress: Callable[[int], None] | None = None,
     ) -> Written:
         """Store the pieces that the store does not hold yet; afterwards all of them are on the disk.
 
@@ -82,7 +77,6 @@ class Store:
             save_id: of this save; letters, digits, `-` and `_`. With `rank`, it names the packs.
             rank: who writes.
             pieces: the chunks, in the order in which they shall lie on the disk.
-            progress: called with the number of bytes that were dealt with since the last call.
 
         Raises:
             OSError: it cannot be written; nothing of it is left.
@@ -97,8 +91,6 @@ class Store:
             with contextlib.closing(batches):
                 for batch in batches:
                     saving.take(batch)
-                    if progress is not None:
-                        progress(batch.raw_bytes)
             return saving.finish()
         except BaseException:
             saving.abandon()
@@ -140,34 +132,33 @@ class Store:
         """
         return self._reader.verify(refs, self._threads)
 
-    def collect(self, live: Collection[bytes], keep_packs: Collection[str] = ()) -> Collected:
+    def collect(self, live: Collection[bytes]) -> Collected:
         """Delete packs without a live chunk, and write those anew of which at most half is live, by stored bytes.
 
-        Afterwards more than half of every pack that can be read and is not in `keep_packs` is live. It may be killed at
-        any moment, and others may read meanwhile. A pack that may hold the only copy of a live chunk is never deleted,
-        damaged or not. Leftovers of writers that were killed are removed first.
+        Afterwards more than half of every pack that can be read is live. It may be killed at any moment, and others
+        may read meanwhile. A pack that may hold the only copy of a live chunk is never deleted, damaged or not.
+        Leftovers of writers that were killed are removed first.
 
         Args:
             live: addresses of every chunk that a checkpoint names. A manifest that cannot be read may name any: do not
                 collect then.
-            keep_packs: names of packs to leave alone, finished or not, as those of a save that is not committed yet.
 
         Raises:
             OSError: what is live cannot be written anew; the packs it lies in are still there.
         """
-        self.clean(keep_packs)
+        self.clean()
         self._index.refresh()
         if not self.folder.is_dir():
             return Collected(missing=frozenset(live))
         fsync_folder(self.folder)  # see `write`
-        return Collector(self._storage, self._index, self._reader, live, keep_packs).run()
+        return Collector(self._storage, self._index, self._reader, live).run()
 
-    def clean(self, keep_packs: Collection[str] = ()) -> int:
+    def clean(self) -> int:
         """Remove what writers that were killed have left; gives how many files.
 
-        Nobody may be writing meanwhile, except packs named in `keep_packs`.
+        Nobody may be writing meanwhile.
         """
-        return remove_leftovers(self.folder, keep_packs)
+        return remove_leftovers(self.folder)
 
     def close(self) -> None:
         """Close the files that are open for reading; they are opened again when needed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ from trainforge.toolbox.chunked_loss import chunked_cross_entropy
 from trainforge.toolbox.parameters import bind, move_buffers
 from trainforge_megatrain.stream.forecast import step_flops
 from trainforge_megatrain.stream.sizes import Sizes
+from trainforge_megatrain.stream.timing import fastest_s
 from trainforge_megatrain.stream.units import divide
 
-_ROUNDS = 3
 _CHUNKS = 4  # of the loss: what is done once, such as rounding the head's gradient, weighs little
 
 
@@ -75,18 +74,6 @@ def _attempt(device: torch.device, measure: Callable[[], float]) -> float | None
             torch.get_device_module(device).empty_cache()
 
 
-def _fastest(device: torch.device, work: Callable[[], None]) -> float:
-    """Seconds of the fastest round, after one to warm up."""
-    taken = []
-    for _ in range(_ROUNDS + 1):
-        _synchronize(device)
-        began = time.perf_counter()
-        work()
-        _synchronize(device)
-        taken.append(time.perf_counter() - began)
-    return min(taken[1:])
-
-
 def _block_seconds(device: torch.device, model: ModelSpec, batch: Batch) -> float:
     block = model.module.train().get_submodule(model.blocks[-1])
     with _passed_by(model) as blocks:
@@ -99,7 +86,7 @@ def _block_seconds(device: torch.device, model: ModelSpec, batch: Batch) -> floa
         for parameter in block.parameters():
             parameter.grad = None
 
-    return _fastest(device, once)
+    return fastest_s(device, once)
 
 
 def _head_tokens_per_s(device: torch.device, model: ModelSpec, sizes: Sizes) -> float:
@@ -115,7 +102,7 @@ def _head_tokens_per_s(device: torch.device, model: ModelSpec, sizes: Sizes) -> 
         for tensor in (hidden, *head):
             tensor.grad = None
 
-    return len(hidden) / _fastest(device, once)
+    return len(hidden) / fastest_s(device, once)
 
 
 @contextmanager
@@ -176,8 +163,3 @@ def _batch(device: torch.device, sizes: Sizes) -> Batch:
     ids = torch.zeros(rows, sizes.row, dtype=torch.long, device=device)
     positions = torch.arange(sizes.row, device=device).expand(rows, -1)
     return Batch(ids, torch.full_like(ids, IGNORED), positions, None, supervised=1, real=ids.numel())
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import platform
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -25,10 +24,10 @@ from trainforge_megatrain.stream import StreamSection
 from trainforge_megatrain.stream.forecast import Rates
 from trainforge_megatrain.stream.model_speed import ModelSpeed, model_speed
 from trainforge_megatrain.stream.sizes import Sizes
+from trainforge_megatrain.stream.timing import fastest_s, synchronize
 from trainforge_megatrain.stream.units import Place, Unit, allocate
 from trainforge_megatrain.stream.updates import Updates
 
-_ROUNDS = 3
 _COPY_BYTES = {
     True: 2**27,
     False: 2**26,
@@ -130,28 +129,11 @@ def _store(path: Path, facts: dict[str, Any], rates: Rates) -> None:
         aside.replace(path)
 
 
-def _seconds(device: torch.device, work: Callable[[], object], rounds: int = _ROUNDS) -> float:
-    """Of the fastest round, after one to warm up."""
-    taken = []
-    for _ in range(rounds + 1):
-        _synchronize(device)
-        began = time.perf_counter()
-        work()
-        _synchronize(device)
-        taken.append(time.perf_counter() - began)
-    return min(taken[1:])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def _product(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a square matrix product."""
     width = _WIDTH[device.type != "cpu"]
     factor = torch.ones(width, width, dtype=dtype, device=device)
-    return 2 * width**3 / _seconds(device, lambda: factor @ factor)
+    return 2 * width**3 / fastest_s(device, lambda: factor @ factor)
 
 
 def _copies(device: torch.device, pinned: bool) -> tuple[float, float]:
@@ -167,9 +149,9 @@ def _copies(device: torch.device, pinned: bool) -> tuple[float, float]:
 
     at_once = 1 if device.type != "cpu" else 2  # on a CPU one follows the other
     try:
-        rate = at_once * size / _seconds(device, both)
+        rate = at_once * size / fastest_s(device, both)
     finally:
-        _synchronize(device)
+        synchronize(device)
         streams.close()
     return rate, rate
 
@@ -201,7 +183,7 @@ def _updates(
         unit.settle()
 
     try:
-        return count / _seconds(device, once)
+        return count / fastest_s(device, once)
     finally:
         updates.close()
 

@@ -22,28 +22,22 @@ torch.distributed.checkpoint, with this metadata.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainforge.errors import CheckpointError
-from trainforge.toolbox.checkpointing.documents import NAME, read_sealed, write_sealed
-from trainforge.toolbox.checkpointing.dtypes import ITEM_BYTES
+from trainforge.toolbox.checkpointing import manifests
+from trainforge.toolbox.checkpointing.manifests import Record, StoredManifest, StoredTensor
 from trainforge_plugins.dcp import soundness
 
 FORMAT = 1
 _READ_BYTES = 16 * 2**20
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Span(_Record):
+class Span(Record):
     """A stored piece of a tensor: `length` elements from element `offset`, at byte `at` of `file`."""
 
     offset: int
@@ -53,25 +47,13 @@ class Span(_Record):
     xxh3_128: str
 
 
-class TensorEntry(_Record):
-    """A stored tensor. `dtype` is PyTorch's name without `torch.`; `spans` are in order of their offset."""
+class TensorEntry(StoredTensor):
+    """A stored tensor; `spans` are in order of their offset."""
 
-    key: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
     spans: tuple[Span, ...]
 
 
-class PartEntry(_Record):
-    """A part of the run's state: plain data and tensors."""
-
-    version: int
-    data: dict[str, Any]
-    tensors: tuple[TensorEntry, ...]
-
-
-class FileEntry(_Record):
+class FileEntry(Record):
     """A data file. The first `header_bytes` are safetensors' header with its length."""
 
     bytes: int
@@ -80,40 +62,15 @@ class FileEntry(_Record):
     header_xxh3_128: str
 
 
-class Manifest(_Record):
-    """What `checkpoint.json` says.
+class Manifest(StoredManifest[TensorEntry]):
+    """What `checkpoint.json` says."""
 
-    Attributes:
-        saved_at: in Unix seconds.
-        save_id: differs for every save.
-        metrics: what was measured at its step.
-        finite: whether all masters are finite.
-    """
-
-    step: int
-    writer: str
-    format: Literal[1]
-    saved_at: float
-    save_id: str
-    world: int
-    metrics: dict[str, float] = {}
-    finite: bool = True
     files: dict[str, FileEntry]
-    parts: dict[str, PartEntry]
 
     @property
     def bytes(self) -> int:
         """Bytes of the data files."""
         return sum(entry.bytes for entry in self.files.values())
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `checkpoint.json` and bring it to the disk.
-
-    Raises:
-        CheckpointError: a part's plain data does not consist of JSON types.
-    """
-    write_sealed(folder / NAME, manifest.model_dump(mode="python"))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -122,31 +79,12 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: it is missing, altered, of another format, or says what cannot be (see `soundness.py`).
     """
-    path = folder / NAME
-    document = read_sealed(path)
-    if document.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {document.get('format')}, and this version reads format {FORMAT}: use the version "
-            "that wrote it"
-        )
-    try:
-        manifest = Manifest.model_validate(document)
-    except ValidationError as error:
-        where = ".".join(str(item) for item in error.errors()[0]["loc"])
-        raise CheckpointError(f"{path} is not a checkpoint of this format: see {where}") from error
-    problem = soundness.check(manifest)
-    if problem is not None:
-        raise CheckpointError(f"{path} cannot be used: {problem}")
-    return manifest
+    return manifests.read_manifest(folder, Manifest, FORMAT, soundness.problems)
 
 
 def describe(manifest: Manifest) -> dict[str, dict[str, Any]]:
     """What checksums tell of each tensor (see `Checkpoint.describe`): they are those of spans, so cuts count."""
-    entries = {
-        f"{part}/{tensor.key}/{tensor.name}": tensor
-        for part, stored in manifest.parts.items()
-        for tensor in stored.tensors
-    }
+    entries = dict(manifest.tensors())
     return {
         "tensors": {
             name: xxhash.xxh3_128_hexdigest(
@@ -155,9 +93,7 @@ def describe(manifest: Manifest) -> dict[str, dict[str, Any]]:
             for name, entry in entries.items()
         },
         "cuts": {name: ",".join(str(span.length) for span in entry.spans) for name, entry in entries.items()},
-        "tensor_bytes": {
-            name: math.prod(entry.shape) * ITEM_BYTES[entry.dtype] for name, entry in entries.items()
-        },
+        "tensor_bytes": {name: entry.bytes for name, entry in entries.items()},
     }
 
 

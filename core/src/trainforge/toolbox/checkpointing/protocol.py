@@ -22,8 +22,9 @@ from pydantic import BaseModel
 from trainforge.errors import CheckpointError, TrainForgeError
 from trainforge.stages import CheckpointInfo, checkpoint_name
 from trainforge.toolbox.checkpointing import folders, room
-from trainforge.toolbox.checkpointing.documents import write_durably
-from trainforge.toolbox.checkpointing.layout import Chunk
+from trainforge.toolbox.checkpointing.documents import NAME, write_durably
+from trainforge.toolbox.checkpointing.layout import Chunk, split_name
+from trainforge.toolbox.checkpointing.manifests import StoredManifest, StoredPart, T, same, write_manifest
 from trainforge.units import format_seconds
 
 _CLOSING_S = 20.0
@@ -105,10 +106,16 @@ def telling_others(facts: SaveFacts) -> Iterator[None]:
 
 
 class Save(ABC):
-    """A save in flight on one rank. A format says how data and document are written."""
+    """A save in flight on one rank. A format says how data and document are written.
+
+    Attributes:
+        facts: of the save.
+        document: the manifest as it was committed; None until then.
+    """
 
     def __init__(self, facts: SaveFacts) -> None:
         self.facts = facts
+        self.document: StoredManifest[Any] | None = None
 
     @abstractmethod
     def write(self, chunks: Sequence[Chunk]) -> RankRecord:
@@ -119,16 +126,60 @@ class Save(ABC):
         """Remove what `write` has left; it may have been called or not."""
 
     @abstractmethod
-    def describe(self, records: Sequence[RankRecord]) -> None:
-        """Write `checkpoint.json` into the temporary folder, durably (rank 0, with the records of all ranks)."""
+    def manifest(self, records: Sequence[RankRecord]) -> StoredManifest[Any]:
+        """What `checkpoint.json` is to say (rank 0, with the records of all ranks)."""
 
     @abstractmethod
+    def read(self, folder: Path) -> StoredManifest[Any]:
+        """What `checkpoint.json` in a folder says, checked."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """Bytes of the checkpoint at `facts.final`."""
+
+    def common(self, records: Sequence[RankRecord]) -> dict[str, Any]:
+        """The fields of a manifest that are the same in every format, but `format` and `parts`."""
+        facts = self.facts
+        return {
+            "step": facts.step,
+            "writer": facts.writer,
+            "saved_at": time.time(),
+            "save_id": facts.save_id,
+            "world": facts.world,
+            "metrics": facts.metrics,
+            "finite": all(record.finite for record in records),
+        }
+
+    def parts(self, entry: Callable[[Chunk], T]) -> dict[str, StoredPart[T]]:
+        """The parts of a manifest; `entry` describes a tensor, of which it is given any chunk."""
+        facts = self.facts
+        tensors: dict[str, list[T]] = {part: [] for part in facts.parts}
+        for chunk in {chunk.tensor: chunk for chunk in facts.chunks}.values():
+            tensors[split_name(chunk.tensor)[0]].append(entry(chunk))
+        return {
+            part: StoredPart(version=version, data=data, tensors=tuple(tensors[part]))
+            for part, (version, data) in facts.parts.items()
+        }
+
     def committed(self) -> CheckpointInfo:
         """What lies at `facts.final` now.
 
         Raises:
             CheckpointError: it is not this save.
         """
+        facts, manifest = self.facts, self.read(self.facts.final)
+        if manifest.save_id != facts.save_id:
+            raise self.given_up()
+        self.document = manifest
+        return CheckpointInfo(
+            facts.step,
+            facts.final,
+            facts.writer,
+            self.size(),
+            manifest.saved_at,
+            manifest.metrics,
+            manifest.finite,
+        )
 
     def run(self) -> CheckpointInfo:
         """Write, and wait until the checkpoint is committed.
@@ -161,7 +212,7 @@ class Save(ABC):
             if own.error is not None:
                 raise CheckpointError(own.error)
             records = [own] + [self._record_of(rank) for rank in range(1, facts.world)]
-            self.describe(records)
+            self._describe(records)
             for rank in range(1, facts.world):
                 self._record_path(rank).unlink()
             folders.commit(facts.temporary, facts.final)
@@ -172,6 +223,13 @@ class Save(ABC):
         except Exception as error:
             self._give_up(str(error))
             raise
+
+    def _describe(self, records: Sequence[RankRecord]) -> None:
+        """Write `checkpoint.json` into the temporary folder, durably, and read it back."""
+        manifest = self.manifest(records)
+        write_manifest(self.facts.temporary, manifest)
+        if not same(self.read(self.facts.temporary), manifest):
+            raise CheckpointError(f"{self.facts.temporary / NAME} does not read back as it was written")
 
     def _record_of(self, rank: int) -> RankRecord:
         path = self._record_path(rank)

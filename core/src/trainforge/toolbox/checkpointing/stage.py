@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import xxhash
@@ -39,6 +39,7 @@ from trainforge.toolbox.checkpointing.layout import (
     plan_chunks,
     state_bytes,
 )
+from trainforge.toolbox.checkpointing.manifests import StoredManifest, StoredTensor
 from trainforge.toolbox.checkpointing.protocol import Save, SaveFacts, telling_others
 from trainforge.toolbox.checkpointing.staging import OneByOne, Staging
 from trainforge.toolbox.host_limits import host_limit
@@ -50,50 +51,6 @@ if TYPE_CHECKING:
 _VISIBLE_S = 10.0
 _SLOW_S = 0.5  # a wait for the save before that is worth a word
 _SNAPSHOT_MARGIN = 1.1  # the run takes RAM for other things too while it is written
-
-
-class StoredTensor(Protocol):
-    """A tensor as a format describes it."""
-
-    @property
-    def key(self) -> str:
-        """What it is."""
-
-    @property
-    def name(self) -> str:
-        """Whose."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
-
-    @property
-    def dtype(self) -> str:
-        """PyTorch's name, without `torch.`."""
-
-
-class StoredPart(Protocol):
-    """A part as a format describes it."""
-
-    @property
-    def version(self) -> int:
-        """Of the plain data's layout."""
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """Plain data."""
-
-    @property
-    def tensors(self) -> Sequence[StoredTensor]:
-        """All of them."""
-
-
-class Stored(Protocol):
-    """What a checkpoint says about itself."""
-
-    @property
-    def parts(self) -> Mapping[str, StoredPart]:
-        """By name."""
 
 
 @dataclass
@@ -150,7 +107,7 @@ class FolderCheckpoint(Checkpoint):
         self._error: Exception | None = None
         self._closing = threading.Event()
         self._told_wait_s = _SLOW_S / 2
-        self._stored: tuple[tuple[Path, int, int, int], Stored] | None = None
+        self._stored: tuple[tuple[Path, int, int, int], StoredManifest[Any]] | None = None
         if self._in_run:  # else another process may be saving there, or only one checkpoint is to be replaced
             self._clean(ctx)
             self._check_room(ctx)
@@ -162,16 +119,22 @@ class FolderCheckpoint(Checkpoint):
         """The save, with its snapshot taken or arranged; and whether it may go on in the background."""
 
     @abstractmethod
-    def _read(self, path: Path) -> Stored:
+    def _read(self, path: Path) -> StoredManifest[Any]:
         """What the checkpoint at `path` says about itself, checked; `CheckpointError` when it cannot be used."""
 
     @abstractmethod
-    def _load(self, path: Path, stored: Stored, wanted: Mapping[str, Sequence[Held]]) -> None:
+    def _load(self, path: Path, stored: StoredManifest[Any], wanted: Mapping[str, Sequence[Held]]) -> None:
         """Fill the wanted tensors in place; every byte is verified before it counts."""
 
     @abstractmethod
     def _load_range(
-        self, path: Path, stored: Stored, tensor: str, entry: StoredTensor, start: int, out: Tensor
+        self,
+        path: Path,
+        stored: StoredManifest[Any],
+        tensor: str,
+        entry: StoredTensor,
+        start: int,
+        out: Tensor,
     ) -> None:
         """Fill `out` (1-D, on the CPU) with elements from `start` of `tensor` (`part/key/name`), verified."""
 
@@ -314,7 +277,7 @@ class FolderCheckpoint(Checkpoint):
             self._console.warn(f"{self._plugin}: {error}. Training waits while a checkpoint is written")
             return None
 
-    def _read_once(self, path: Path) -> Stored:
+    def _read_once(self, path: Path) -> StoredManifest[Any]:
         """What `_read` gives, for as long as checkpoint.json stays the same: weights are read one by one."""
         try:
             about = (path / NAME).stat()
@@ -475,7 +438,7 @@ def _plain_copies(states: Mapping[str, PartState]) -> dict[str, tuple[int, dict[
     return copies
 
 
-def _check_wanted(path: Path, stored: Stored, states: Mapping[str, PartState]) -> None:
+def _check_wanted(path: Path, stored: StoredManifest[Any], states: Mapping[str, PartState]) -> None:
     """Whether all that the parts ask for is stored, in the same shape."""
     for part, state in states.items():
         if part not in stored.parts:
