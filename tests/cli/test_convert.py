@@ -184,7 +184,7 @@ def test_a_full_disk_leaves_the_old_one(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(VaultSave, "describe", full)
+    monkeypatch.setattr(VaultSave, "manifest", full)
     monkeypatch.setattr(saving, "save_chunks", full)
     refused = convert(folder, new)
     assert refused.exit_code == 1
